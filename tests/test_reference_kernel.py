@@ -1,0 +1,339 @@
+"""The kernel reference, stage by stage, against plain scalar arithmetic on small inputs."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from m3lab.reference import kernel as ref
+from m3lab.reference.numerics import butterfly_sum, e4m3_decode, e4m3_encode, fma
+
+F = np.float32
+SM_SCALE = 128**-0.5
+
+
+def e4m3_table():
+    """Every finite E4M3 value by its byte, from the format's definition."""
+    table = {}
+    for byte in range(256):
+        sign, exp, man = byte >> 7, (byte >> 3) & 15, byte & 7
+        if (exp, man) == (15, 7):
+            continue
+        mag = (man / 8 * 2.0**-6) if exp == 0 else (1 + man / 8) * 2.0 ** (exp - 7)
+        table[byte] = -mag if sign else mag
+    return table
+
+
+E4M3 = e4m3_table()
+E4M3_POSITIVE = sorted((v, b) for b, v in E4M3.items() if b < 128)
+
+
+def nearest_e4m3(x):
+    """The E4M3 value nearest to ``x``, ties to the even byte; NaN past 464."""
+    if not abs(x) <= 464:
+        return math.nan
+    best = min(E4M3_POSITIVE, key=lambda vb: (abs(vb[0] - abs(x)), vb[1] & 1))
+    return math.copysign(best[0], x)
+
+
+def bf16(x):
+    return float(torch.tensor(float(x)).bfloat16())
+
+
+def rand_bytes(gen, *shape):
+    """Finite E4M3 bytes of modest size."""
+    return e4m3_encode(torch.randn(*shape, generator=gen) * 2)
+
+
+@pytest.fixture
+def gen():
+    return torch.Generator().manual_seed(7)
+
+
+# ------------------------------------------------------------------------------------- numerics
+def test_every_e4m3_value_decodes_as_the_format_defines_and_encodes_back():
+    finite = torch.tensor(sorted(E4M3), dtype=torch.uint8)
+    assert e4m3_decode(finite).tolist() == [E4M3[b] for b in finite.tolist()]
+    assert torch.equal(e4m3_encode(e4m3_decode(finite)), finite)
+    assert e4m3_decode(torch.tensor([0x7F, 0xFF], dtype=torch.uint8)).isnan().all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_encoding_past_the_last_finite_value_gives_nan_and_the_midpoint_does_not(sign):
+    x = torch.tensor([448.0, 464.0, 464.00003, 500.0, math.inf, math.nan]) * sign
+    got = e4m3_decode(e4m3_encode(x))
+    assert got[:2].tolist() == [448.0 * sign, 448.0 * sign]
+    assert got[2:].isnan().all()
+
+
+def test_encoding_rounds_to_nearest_even(gen):
+    x = torch.cat([torch.randn(400, generator=gen) * 10 ** torch.linspace(-3, 2, 400)])
+    halves = torch.tensor([(a[0] + b[0]) / 2 for a, b in itertools.pairwise(E4M3_POSITIVE)])
+    x = torch.cat([x, halves, -halves])
+    want = [nearest_e4m3(v) for v in x.tolist()]
+    got = e4m3_decode(e4m3_encode(x)).tolist()
+    assert all(g == w or (math.isnan(g) and math.isnan(w)) for g, w in zip(got, want, strict=True))
+
+
+def test_fma_rounds_the_exact_value_once(gen):
+    a, b = torch.randn(2, 500, generator=gen)
+    c = -(a * b) + torch.randn(500, generator=gen) * 1e-9  # heavy cancellation
+    c[250:] = torch.randn(250, generator=gen) * 2.0 ** torch.randint(-40, 40, (250,), generator=gen)
+    # products halfway between two fp32 values, tipped by an addend far below fp64's last bit
+    a[:2], b[:2] = 1 + 2.0**-12, 1 + 2.0**-12
+    c[0], c[1] = 2.0**-80, -(2.0**-80)
+    got = fma(a, b, c)
+    for i in range(500):
+        exact = Fraction(a[i].item()) * Fraction(b[i].item()) + Fraction(c[i].item())
+        near = F(float(exact))
+        around = [np.nextafter(near, F(-np.inf)), near, np.nextafter(near, F(np.inf))]
+        best = min(abs(Fraction(float(v)) - exact) for v in around)
+        assert abs(Fraction(got[i].item()) - exact) == best
+
+
+def test_butterfly_sum_adds_in_the_order_of_its_offsets():
+    x = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    assert butterfly_sum(x, (2, 1)) == (F(1e8) + F(-1e8)) + (F(1) + F(1))
+    assert butterfly_sum(x, (1, 2)) == (F(1e8) + F(1)) + (F(-1e8) + F(1))
+
+
+# ------------------------------------------------------------------------------------ selection
+def brute_select(scores, n_blk, seq_len, init, local, topk=16):
+    """The selection as a sort of (pinned score, block id), written out."""
+
+    def rank(b):
+        s = float(scores[b])
+        if b >= n_blk - local:
+            s = 1e29
+        elif b < init:
+            s = 1e30
+        return (0, 0.0, b) if math.isnan(s) else (1, s + 0.0, b)  # -0.0 + 0.0 is 0.0
+
+    best = sorted(range(n_blk), key=rank, reverse=True)[:topk]
+    full = [b for b in best if b != n_blk - 1]
+    return [*full, n_blk - 1], len(full) * 128 + seq_len - (n_blk - 1) * 128
+
+
+@pytest.mark.parametrize(("init", "local"), [(0, 1), (2, 1), (0, 3), (3, 4)])
+@pytest.mark.parametrize("n_blk", [17, 40, 700])
+def test_selection_is_the_sorted_top_16_with_the_tail_last(gen, n_blk, init, local):
+    scores = torch.randn(n_blk, generator=gen).mul(4).round() / 4  # many ties
+    seq_len = (n_blk - 1) * 128 + 37
+    got = ref.select(scores, n_blk, seq_len, init, local)
+    assert (got.blocks.tolist(), got.n_ctx) == brute_select(scores, n_blk, seq_len, init, local)
+
+
+def test_a_tie_goes_to_the_higher_block():
+    scores = torch.zeros(20)
+    assert ref.select(scores, 20, 20 * 128).blocks.tolist() == [*range(18, 3, -1), 19]
+
+
+def test_minus_zero_equals_zero_and_nan_loses_to_minus_infinity():
+    scores = torch.full((18,), 1.0)
+    scores[3], scores[9] = -0.0, 0.0  # a tie: 9 stays ahead of 3
+    scores[5], scores[6] = math.nan, -math.inf
+    key = ref.index_key(scores)
+    assert key[3] == key[9]
+    assert key[5] < key[6] < key[3]
+    # 18 blocks: two drop out, and they are the NaN and the -inf; the zeros close the full blocks
+    blocks = ref.select(scores, 18, 18 * 128).blocks.tolist()
+    assert blocks[-3:] == [9, 3, 17]
+    assert 5 not in blocks
+    assert 6 not in blocks
+
+
+def test_negative_scores_order_like_floats():
+    scores = torch.tensor([-1.0, -2.0, -1e-30, 1e-30, -math.inf, 5.0, 0.0])
+    order = torch.argsort(ref.index_key(scores), descending=True).tolist()
+    assert order == [6, 5, 3, 2, 0, 1, 4]  # 6 is the tail: pinned
+
+
+def test_up_to_16_blocks_are_kept_in_id_order_without_scores():
+    for n_blk, seq_len in ((1, 1), (16, 16 * 128), (16, 15 * 128 + 1)):
+        got = ref.select(None, n_blk, seq_len)
+        assert got.blocks.tolist() == list(range(n_blk))
+        assert got.n_ctx == seq_len
+
+
+def test_seventeen_blocks_need_scores():
+    with pytest.raises(ValueError, match="17 blocks needs a score for each, got none"):
+        ref.select(None, 17, 17 * 128)
+
+
+def test_a_context_one_past_a_block_has_a_tail_of_one_key():
+    context, n_blk = ref.context_blocks(16 * 128 + 1)
+    assert (context, n_blk) == (2049, 17)
+    got = ref.select(torch.arange(17.0), n_blk, context)
+    assert got.blocks.tolist() == [*range(15, 0, -1), 16]
+    assert got.n_ctx == 15 * 128 + 1
+
+
+def test_a_padding_row_is_one_key_of_block_0():
+    context, n_blk = ref.context_blocks(0)
+    got = ref.select(None, n_blk, context)
+    assert got.blocks.tolist() == [0]
+    assert got.n_ctx == 1
+
+
+@pytest.mark.parametrize("stride", [8, 16])
+def test_the_sparse_table_lists_eight_pages_a_slot(stride):
+    row = torch.tensor([11, 7, 3, 5], dtype=torch.int32)
+    table = ref.sparse_table(torch.tensor([2, 0, 3]), row, stride).tolist()
+    assert table[:24] == [p * stride + j for p in (3, 11, 5) for j in range(8)]
+    assert table[24:] == [0] * 104
+
+
+# ---------------------------------------------------------------------------------------- split
+def scalar_split(q, k, ks, v, vs, n_ctx, partition, n_split):
+    """Split attention of one head with Python floats, rounding where the kernel rounds."""
+    q8 = [nearest_e4m3(x) for x in q.tolist()]
+    out = []
+    for t in range(n_split):
+        lo = t * partition
+        keys = [i for i in range(lo, lo + partition) if i < n_ctx]
+        score = {
+            i: F(F(SM_SCALE) * F(ks[i]))
+            * F(sum(a * E4M3[b] for a, b in zip(q8, k[i].tolist(), strict=True)))
+            for i in keys
+        }
+        m = max([*score.values(), *([F(-3.4e38)] if len(keys) < partition else [])])
+        p = {i: F(2.0 ** float(F(F(score[i] - m) * F(math.log2(math.e))))) for i in keys}
+        l_sum = sum(map(float, p.values())) or float(partition)
+        vmax = max((F(vs[i]) for i in keys), default=F(0))
+        to_fp8 = F(448) * F(1 / float(F(vmax + F(1e-8))))
+        acc = [0.0] * 128
+        for i in keys:
+            p8 = nearest_e4m3(float(F(F(F(vs[i]) * to_fp8) * p[i])))
+            for d, b in enumerate(v[i].tolist()):
+                acc[d] += p8 * E4M3[b]
+        o = [bf16(F(F(vmax * F(1 / 448)) * F(a)) * F(1 / l_sum)) for a in acc]
+        out.append((o, float(m), l_sum))
+    return out
+
+
+@pytest.mark.parametrize("n_ctx", [1, 7, 8, 9, 20])
+def test_split_matches_scalar_arithmetic(gen, n_ctx):
+    q = torch.randn(2, 128, generator=gen).bfloat16().float()
+    k, v = rand_bytes(gen, 24, 128), rand_bytes(gen, 24, 128)
+    ks, vs = torch.rand(2, 24, generator=gen) + 0.2
+    got = ref.split(q, k, ks, v, vs, n_ctx, SM_SCALE, partition=8, n_split=3)
+    for head in range(2):
+        want = scalar_split(q[head], k, ks.tolist(), v, vs.tolist(), n_ctx, 8, 3)
+        for t, (o, m, l_sum) in enumerate(want):
+            assert got.sp_m[t, head].item() == pytest.approx(m, rel=1e-6)
+            assert got.sp_l[t, head].item() == pytest.approx(l_sum, rel=1e-6)
+            # a bf16 rounding, or one fp8 probability, may fall the other way
+            error = torch.linalg.norm(got.sp_o[t, head] - torch.tensor(o))
+            assert error <= 2e-3 * max(1e-30, torch.linalg.norm(torch.tensor(o)))
+
+
+def test_a_partition_without_keys_publishes_neg_256_and_zeros_and_weighs_nothing(gen):
+    q = torch.randn(4, 128, generator=gen)
+    k, v = rand_bytes(gen, 300, 128), rand_bytes(gen, 300, 128)
+    ones = torch.ones(300)
+    got = ref.split(q, k, ones, v, ones, 300, SM_SCALE)
+    assert got.sp_m[2:].eq(torch.tensor(ref.NEG)).all()
+    assert got.sp_l[2:].eq(256).all()
+    assert got.sp_o[2:].eq(0).all()
+    assert torch.equal(ref.merged(*got), ref.merged(got.sp_o[:2], got.sp_m[:2], got.sp_l[:2]))
+
+
+def test_what_lies_past_the_context_never_matters(gen):
+    q = torch.randn(4, 128, generator=gen)
+    k, v = rand_bytes(gen, 300, 128), rand_bytes(gen, 300, 128)
+    ks, vs = torch.rand(2, 300, generator=gen)
+    clean = ref.split(q, k, ks, v, vs, 270, SM_SCALE)
+    k[270:], v[270:], ks[270:], vs[270:] = 0x7F, 0xFF, math.nan, math.inf
+    dirty = ref.split(q, k, ks, v, vs, 270, SM_SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+def test_one_key_attends_to_its_value_alone(gen):
+    q = torch.randn(4, 128, generator=gen)
+    k, v = rand_bytes(gen, 1, 128), rand_bytes(gen, 1, 128)
+    got = ref.split(q, k, torch.ones(1), v, torch.full((1,), 0.5), 1, SM_SCALE)
+    assert got.sp_l[0].eq(1).all()
+    assert torch.allclose(got.sp_o[0], (e4m3_decode(v[0]) * 0.5).expand(4, 128), rtol=4e-3)
+
+
+def test_a_static_scale_equals_the_same_scale_on_every_key(gen):
+    q = torch.randn(4, 128, generator=gen)
+    k, v = rand_bytes(gen, 300, 128), rand_bytes(gen, 300, 128)
+    each = ref.split(q, k, torch.full((300,), 0.3), v, torch.full((300,), 0.7), 300, SM_SCALE)
+    static = ref.split(q, k, 0.3, v, 0.7, 300, SM_SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(each, static, strict=True))
+
+
+def test_a_nan_score_reaches_the_partition_max(gen):
+    q = torch.randn(1, 128, generator=gen)
+    k, v = rand_bytes(gen, 300, 128), rand_bytes(gen, 300, 128)
+    k[3] = 0x7F
+    got = ref.split(q, k, 1.0, v, 1.0, 300, SM_SCALE)
+    assert got.sp_m[0].isnan().all()
+    assert got.sp_m[1].isfinite().all()
+
+
+@pytest.mark.parametrize("n_ctx", [0, 301])
+def test_a_selection_context_outside_the_keys_is_refused(gen, n_ctx):
+    k = rand_bytes(gen, 300, 128)
+    with pytest.raises(ValueError, match=f"must be 1..300 keys, got {n_ctx}"):
+        ref.split(torch.zeros(1, 128), k, 1.0, k, 1.0, n_ctx, SM_SCALE)
+
+
+# --------------------------------------------------------------------- merge, o_proj, all-reduce
+def test_merge_matches_scalar_arithmetic(gen):
+    sp_o = torch.randn(8, 2, 128, generator=gen).bfloat16().float()
+    sp_m, sp_l = torch.randn(8, 2, generator=gen) * 3, torch.rand(8, 2, generator=gen) * 50 + 1
+    sp_m[6:], sp_l[6:], sp_o[6:] = ref.NEG, 256.0, 0.0
+    got = ref.merge(sp_o, sp_m, sp_l)
+    rows = []
+    for h in range(2):
+        top = max(sp_m[:, h].tolist())
+        w = [
+            li * math.exp(mi - top)
+            for mi, li in zip(sp_m[:, h].tolist(), sp_l[:, h].tolist(), strict=True)
+        ]
+        rows += [
+            bf16(sum(wi * oi for wi, oi in zip(w, sp_o[:, h, d].tolist(), strict=True)) / sum(w))
+            for d in range(128)
+        ]
+    amax = max(map(abs, rows))
+    assert got.scale.item() == F(F(amax) * F(1 / 448))
+    want = torch.tensor([nearest_e4m3(r * 448 / amax) for r in rows])
+    assert (e4m3_decode(got.bytes) != want).sum() <= 2  # an fp8 rounding may fall the other way
+    assert e4m3_decode(got.bytes).abs().max() == 448
+
+
+def test_a_zero_row_merges_to_zeros_not_nan():
+    got = ref.merge(torch.zeros(8, 2, 128), torch.zeros(8, 2), torch.ones(8, 2))
+    assert got.bytes.eq(0).all()
+    assert got.scale == 0
+
+
+def test_output_partial_matches_scalar_arithmetic(gen):
+    x, w = rand_bytes(gen, 2, 64), rand_bytes(gen, 5, 64)
+    scale, s_o = torch.rand(2, generator=gen), torch.rand(5, generator=gen)
+    got = ref.output_partial(x, scale, w, s_o)
+    for t in range(2):
+        for n in range(5):
+            dot = sum(E4M3[a] * E4M3[b] for a, b in zip(x[t].tolist(), w[n].tolist(), strict=True))
+            want = F(F(dot) * F(scale[t].item())) * F(s_o[n].item())
+            assert got[t, n].item() == pytest.approx(bf16(want), rel=2**-7)
+    assert torch.equal(got, ref.output_partial(x, scale, e4m3_decode(w), s_o))
+
+
+def test_all_reduce_adds_in_rank_order_and_rounds_once():
+    big, one = 2.0**24, 1.0
+    assert ref.all_reduce(torch.tensor([[big], [one], [-big]])).item() == 0.0  # lost in fp32
+    assert ref.all_reduce(torch.tensor([[big], [-big], [one]])).item() == 1.0
+    # bf16 after every addition would lose each of these
+    rows = torch.tensor([[256.0], [0.75], [0.75], [0.75]])
+    assert ref.all_reduce(rows).item() == bf16(258.25)
+
+
+def test_h_mid_rounds_the_sum_with_the_residual():
+    a, h = torch.tensor([1.0, 3.0]), torch.tensor([2.0**-8, 2.0**-7])
+    assert ref.h_mid(a, h).tolist() == [bf16(1 + 2**-8), bf16(3 + 2**-7)]
