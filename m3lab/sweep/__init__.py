@@ -1,0 +1,1 @@
+"""Sweeps: a parameter file, the cases it names, running them, and the folder of what came out."""

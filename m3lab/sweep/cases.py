@@ -1,0 +1,113 @@
+"""One case of a sweep: its identity, and running it in this process into one flat row.
+
+A row is what ``cases.parquet`` holds: the case's own values, its status, the worst error per
+intermediate, and JSON text columns for what is nested (verdicts, counters, ISA figures). Processes,
+time limits and resuming are ``m3lab.sweep.runner``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from m3lab.shapes import CacheLayout, ModelShape, RankShape
+
+BUILT_TOKENS = 4  # the narrow form's rows; wider builds come with the wide stages
+BUILT_TP = (4,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One build run once on one set of inputs.
+
+    ``context`` is per request and counts the step's own new tokens. ``solo`` runs rank 0 of the
+    ``tp`` shard alone. The last ``pad_rows`` of the ``tokens`` rows are padding. ``model`` holds
+    ModelShape overrides as sorted (name, value) pairs.
+    """
+
+    tokens: int = 1
+    context: int = 2048
+    tp: int = 4
+    solo: bool = False
+    q_len: int = 1
+    pad_rows: int = 0
+    page_stride: int = 8
+    static_scale: bool = False
+    backend: str = "auto"
+    until: str | None = "output"
+    seed: int = 0
+    repetitions: int = 1
+    layers: int = 1
+    checks: bool = True
+    timeout_s: int = 900
+    model: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens % self.q_len:
+            raise ValueError(
+                f"tokens must be a multiple of q_len, got tokens {self.tokens}, q_len {self.q_len}"
+            )
+        if self.context < self.q_len:
+            raise ValueError(
+                "context counts a request's own new tokens, so it is at least q_len: "
+                f"got context {self.context}, q_len {self.q_len}"
+            )
+        if self.pad_rows >= self.tokens or self.pad_rows % self.q_len:
+            raise ValueError(
+                "pad_rows must leave a live row and be whole requests: a multiple of q_len "
+                f"{self.q_len} below tokens {self.tokens}, got {self.pad_rows}"
+            )
+        if self.tokens > BUILT_TOKENS:
+            raise ValueError(
+                f"tokens {self.tokens}: the kernel is built for 1..{BUILT_TOKENS} tokens so far"
+            )
+        if self.tp not in BUILT_TP:
+            raise ValueError(
+                f"tp {self.tp}: the kernel is built for TP width {BUILT_TP[0]} so far, "
+                "as four ranks or solo"
+            )
+        if self.until is None:
+            raise ValueError("until null: the stages after the output projection are not built yet")
+
+    @property
+    def npes(self) -> int:
+        """Ranks that run and reduce together: 1 when solo, else the TP width."""
+        return 1 if self.solo else self.tp
+
+    @property
+    def shape(self) -> RankShape:
+        return RankShape(ModelShape(**dict(self.model)), self.tp)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(self.page_stride, self.static_scale)
+
+    @property
+    def name(self) -> str:
+        """A readable name, the same for the same case: ``s2_c2049_tp4_solo_static``."""
+        parts = [f"s{self.tokens}", f"c{self.context}", f"tp{self.tp}"]
+        parts += ["solo"] if self.solo else []
+        parts += [f"q{self.q_len}"] if self.q_len > 1 else []
+        parts += [f"pad{self.pad_rows}"] if self.pad_rows else []
+        parts += ["stride16"] if self.page_stride == 16 else []
+        parts += ["static"] if self.static_scale else []
+        return "_".join(parts)
+
+    @cached_property
+    def key(self) -> str:
+        """Name plus a digest of everything that decides the result (not the time limit)."""
+        identity = {k: v for k, v in asdict(self).items() if k != "timeout_s"}
+        text = json.dumps(identity, sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        data = json.loads(text)
+        data["model"] = tuple((name, value) for name, value in data["model"])
+        return cls(**data)

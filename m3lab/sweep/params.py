@@ -1,0 +1,208 @@
+"""Parameter files: what a sweep runs, validated before anything is built.
+
+A file gives a grid, a list of cases, or both. Everything wrong with it becomes one ``ParamsError``
+sentence naming the file, the key, the value and the allowed range. Nothing here touches torch or a
+kernel; what a case does with its values is ``m3lab.sweep.cases``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from m3lab.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
+from m3lab.sweep.cases import Case
+
+BACKENDS = ("auto", "interpreter", "hip")
+STAGES = ("output",)  # the stages a truncated build may end with, so far
+MAX_CONTEXT = 1 << 20
+NOTEBOOKS = ("10_sweep_tokens", "20_report")
+
+
+class ParamsError(ValueError):
+    """A parameter file that cannot be used: one sentence with file, key, value and range."""
+
+
+def _integer(low: int, high: int) -> BeforeValidator:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"must be an integer in {low}..{high}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _one_of(*allowed: Any) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if not any(value == a and type(value) is type(a) for a in allowed):
+            raise ValueError(f"must be one of {', '.join(str(a).lower() for a in allowed)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _listed(value: Any) -> Any:
+    """A scalar in a grid stands for a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+Tokens = Annotated[int, _integer(1, MAX_TOKENS)]
+Context = Annotated[int, _integer(1, MAX_CONTEXT)]
+Tp = Annotated[int, _one_of(*TP_WIDTHS)]
+Flag = Annotated[bool, _one_of(False, True)]
+Stride = Annotated[int, _one_of(8, 16)]
+PadRows = Annotated[int, _integer(0, MAX_TOKENS - 1)]
+Stage = Annotated[str | None, _one_of(*STAGES, None)]
+Many = BeforeValidator(_listed)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Grid(_Strict):
+    """Values per axis; the sweep runs their product. ``solo`` runs one rank with no peer."""
+
+    tokens: Annotated[list[Tokens], Many] = [1]
+    context: Annotated[list[Context], Many] = [2048]
+    tp: Annotated[list[Tp], Many] = [4]
+    solo: Annotated[list[Flag], Many] = [False]
+    q_len: Annotated[list[Tokens], Many] = [1]
+    pad_rows: Annotated[list[PadRows], Many] = [0]
+    page_stride: Annotated[list[Stride], Many] = [8]
+    static_scale: Annotated[list[Flag], Many] = [False]
+
+
+class OneCase(_Strict):
+    """One case, written out; the same keys as the grid, one value each."""
+
+    tokens: Tokens = 1
+    context: Context = 2048
+    tp: Tp = 4
+    solo: Flag = False
+    q_len: Tokens = 1
+    pad_rows: PadRows = 0
+    page_stride: Stride = 8
+    static_scale: Flag = False
+
+
+class Params(_Strict):
+    """A whole parameter file. ``until`` null builds every stage; ``model`` overrides ModelShape."""
+
+    title: str = ""
+    grid: Grid | None = None
+    cases: list[OneCase] = []
+    backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
+    until: Stage = "output"
+    seed: Annotated[int, _integer(0, 2**31 - 1)] = 0
+    repetitions: Annotated[int, _integer(1, 10_000)] = 1
+    layers: Annotated[int, _integer(1, 57)] = 1
+    checks: Flag = True
+    timeout_s: Annotated[int, _integer(1, 86_400)] = 900
+    model: dict[str, Any] = {}
+    notebooks: list[str] = Field(default=list(NOTEBOOKS))
+
+    def expand(self) -> list[Case]:
+        """Every case of the grid and the list, in file order, each once.
+
+        ValueError (one sentence) for a combination that no build takes.
+        """
+        chosen: list[dict[str, Any]] = []
+        if self.grid is not None:
+            axes = self.grid.model_dump()
+            chosen += [
+                dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+            ]
+        chosen += [case.model_dump() for case in self.cases]
+        shared = self.model_dump(
+            include={
+                "backend",
+                "until",
+                "seed",
+                "repetitions",
+                "layers",
+                "checks",
+                "timeout_s",
+                "model",
+            }
+        )
+        model = tuple(sorted(shared.pop("model").items()))
+        cases = [Case(**values, **shared, model=model) for values in chosen]
+        return list({case.key: case for case in cases}.values())
+
+
+def load(path: str | Path) -> Params:
+    """The validated parameters in ``path`` (YAML). ParamsError says what is wrong in one sentence."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as exc:
+        raise ParamsError(
+            f"{path}: cannot read the parameter file ({exc.strerror or exc})"
+        ) from exc
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(exc, "problem", None) or "malformed"
+        raise ParamsError(f"{path}: not valid YAML{where}: {problem}") from exc
+    if not isinstance(data, dict):
+        raise ParamsError(
+            f"{path}: must be a mapping of keys such as grid, cases, seed; got {data!r}"
+        )
+    return parse(data, str(path))
+
+
+def parse(data: dict[str, Any], source: str) -> Params:
+    """``data`` as Params; ``source`` names it in errors."""
+    try:
+        params = Params.model_validate(data)
+    except ValidationError as exc:
+        raise ParamsError(_sentence(exc, source)) from None
+    if params.grid is None and not params.cases:
+        raise ParamsError(f"{source}: names no case: give a grid, a list of cases, or both")
+    if params.grid is not None:
+        for key, values in params.grid.model_dump().items():
+            if not values:
+                raise ParamsError(f"{source}: grid.{key}: needs at least one value, got []")
+    _check_model(params.model, source)
+    try:
+        params.expand()
+    except ValueError as exc:
+        raise ParamsError(f"{source}: {exc}") from None
+    return params
+
+
+def _check_model(model: dict[str, Any], source: str) -> None:
+    known = ModelShape.__dataclass_fields__
+    for key in model:
+        if key not in known:
+            raise ParamsError(
+                f"{source}: model.{key}: unknown key; known keys are {', '.join(known)}"
+            )
+    try:
+        ModelShape(**model)
+    except (TypeError, ValueError) as exc:
+        raise ParamsError(f"{source}: model: {exc}") from None
+
+
+def _sentence(exc: ValidationError, source: str) -> str:
+    errors = exc.errors()
+    first = errors[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        section = {"grid": Grid, "cases": OneCase}.get(str(first["loc"][0]), Params)
+        section = Params if len(first["loc"]) == 1 else section
+        known = ", ".join(section.model_fields)
+        text = f"{source}: {key}: unknown key (value {first['input']!r}); known keys are {known}"
+    elif first["type"] == "value_error":
+        text = f"{source}: {key}: {first['ctx']['error']}, got {first['input']!r}"
+    else:
+        text = f"{source}: {key}: {first['msg'].lower()}, got {first['input']!r}"
+    more = len(errors) - 1
+    return text + (f" (and {more} more problem{'s' * (more > 1)})" if more else "")

@@ -1,0 +1,129 @@
+"""Parameter files: what they accept, and the one sentence for each thing wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from m3lab.sweep.cases import Case
+from m3lab.sweep.params import ParamsError, load, parse
+
+PARAMS = Path(__file__).parent.parent / "params"
+
+
+def sentence(data: dict) -> str:
+    with pytest.raises(ParamsError) as caught:
+        parse(data, "some.yaml")
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("some.yaml: ")
+    return text
+
+
+@pytest.mark.parametrize("path", sorted(PARAMS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_committed_parameter_file_is_valid(path):
+    assert load(path).expand()
+
+
+def test_the_quick_sweep_covers_what_it_promises():
+    cases = load(PARAMS / "quick.yaml").expand()
+    plain = {
+        (c.tokens, c.context, c.npes)
+        for c in cases
+        if (c.q_len, c.pad_rows, c.page_stride, c.static_scale, c.model) == (1, 0, 8, False, ())
+    }
+    assert plain == {(t, c, n) for t in (1, 2, 4) for c in (100, 2048, 2049, 8192) for n in (1, 4)}
+    assert any(c.q_len > 1 for c in cases)
+    assert any(c.pad_rows for c in cases)
+    assert any(c.page_stride == 16 for c in cases)
+    assert any(c.static_scale for c in cases)
+
+
+def test_a_grid_is_the_product_of_its_axes_and_a_scalar_is_a_list_of_one():
+    cases = parse({"grid": {"tokens": [1, 2], "context": [100, 200, 300], "tp": 4}}, "x").expand()
+    assert [(c.tokens, c.context) for c in cases] == [
+        (t, c) for t in (1, 2) for c in (100, 200, 300)
+    ]
+
+
+def test_a_case_that_grid_and_list_both_name_runs_once():
+    both = {"grid": {"tokens": 2, "context": 300}, "cases": [{"tokens": 2, "context": 300}]}
+    assert len(parse(both, "x").expand()) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ({"grid": {"tokens": [1, 17]}}, ["grid.tokens.1", "1..16", "17"]),
+        ({"grid": {"tokens": 0}}, ["grid.tokens.0", "1..16", "0"]),
+        ({"grid": {"tokens": [True]}}, ["grid.tokens.0", "1..16", "True"]),
+        ({"grid": {"tokens": ["two"]}}, ["grid.tokens.0", "1..16", "'two'"]),
+        ({"grid": {"tokens": []}}, ["grid.tokens", "at least one", "[]"]),
+        ({"cases": [{"context": 2**20 + 1}]}, ["cases.0.context", "1..1048576", "1048577"]),
+        ({"grid": {"tp": 3}}, ["grid.tp.0", "1, 2, 4, 8", "3"]),
+        ({"grid": {"page_stride": 12}}, ["grid.page_stride.0", "8, 16", "12"]),
+        ({"grid": {"solo": "maybe"}}, ["grid.solo.0", "false, true", "'maybe'"]),
+        ({"grid": {"tokenz": 1}}, ["grid.tokenz", "unknown key", "tokens, context"]),
+        ({"grid": {}, "colour": 3}, ["colour", "unknown key", "3", "backend"]),
+        ({"cases": [{"ranks": 4}]}, ["cases.0.ranks", "unknown key", "solo"]),
+        ({"grid": {}, "backend": "cuda"}, ["backend", "auto, interpreter, hip", "'cuda'"]),
+        ({"grid": {}, "until": "router"}, ["until", "output", "'router'"]),
+        ({"grid": {}, "seed": -1}, ["seed", "0..", "-1"]),
+        ({"grid": {}, "model": {"hiden": 1}}, ["model.hiden", "unknown key", "hidden"]),
+        ({"grid": {}, "model": {"hidden": 5000}}, ["model", "2048", "5000"]),
+        ({"seed": 1}, ["names no case"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key_range_and_value(data, parts):
+    text = sentence(data)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ({"tokens": 3, "q_len": 2}, ["multiple of q_len", "3", "2"]),
+        ({"tokens": 4, "q_len": 4, "context": 3}, ["at least q_len", "3", "4"]),
+        ({"tokens": 2, "pad_rows": 2}, ["live row", "2"]),
+        ({"tokens": 4, "q_len": 2, "pad_rows": 1}, ["whole requests", "1"]),
+    ],
+)
+def test_a_combination_that_no_build_takes_is_refused_before_anything_is_built(case, parts):
+    text = sentence({"cases": [case]})
+    for part in parts:
+        assert part in text
+
+
+def test_several_problems_make_one_sentence_that_counts_the_others():
+    text = sentence({"grid": {"tokens": 99, "tp": 3}})
+    assert "99" in text
+    assert "1 more problem" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("grid: [1", "not valid YAML at line"), ("- 1\n- 2\n", "mapping"), ("", "mapping")],
+)
+def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, content, part):
+    path = tmp_path / "odd.yaml"
+    path.write_text(content)
+    with pytest.raises(ParamsError, match=part) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ParamsError, match=r"absent.yaml: cannot read"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_a_case_survives_the_way_to_its_own_process():
+    case = Case(tokens=4, q_len=2, context=900, model=(("hidden", 2048), ("inter", 512)))
+    assert Case.from_json(case.to_json()) == case
+
+
+def test_the_key_tells_apart_every_value_but_the_time_limit():
+    base = Case()
+    others = [Case(seed=1), Case(context=99), Case(solo=True), Case(model=(("hidden", 2048),))]
+    assert len({c.key for c in [base, *others]}) == 5
+    assert Case(timeout_s=5).key == base.key
