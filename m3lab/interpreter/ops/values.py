@@ -128,7 +128,10 @@ def round_to_odd(x: torch.Tensor, residue: torch.Tensor) -> torch.Tensor:
 
 
 def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a float to ``dtype`` once, to nearest even (torch takes fp64 to 16 bits by way of fp32)."""
+    """Round a float to ``dtype`` once, to nearest even.
+
+    torch alone takes fp64 to 16 bits by way of fp32, which rounds twice.
+    """
     if x.dtype == torch.float64 and BITS[dtype] == 16:
         near = x.to(torch.float32)
         back = near.to(torch.float64)
@@ -139,9 +142,7 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def through_f64(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> torch.Tensor:
+def through_f64(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """``function`` in fp64, rounded once to x's own type.
 
     For fp32 and narrower this is the correctly rounded value but where the true value lies within
