@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from m3lab.formats import e4m3_decode, e4m3_encode
 from m3lab.reference import kernel as ref
-from m3lab.reference.numerics import butterfly_sum, e4m3_decode, e4m3_encode, fma
+from m3lab.reference.numerics import butterfly_sum, fma
 
 F = np.float32
 SM_SCALE = 128**-0.5

@@ -11,17 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3lab.reference.numerics import (
-    FP8_MAX,
-    INV_FP8_MAX,
-    LOG2E,
-    bf16_round,
-    e4m3_decode,
-    e4m3_encode,
-    exp2,
-    f32,
-    rcp,
-)
+from m3lab.formats import E4M3_MAX, bf16_round, e4m3_decode, e4m3_encode
+from m3lab.reference.numerics import INV_E4M3_MAX, LOG2E, exp2, f32, rcp
 
 NEG = -3.4e38  # a masked score; seen in sp_m where a partition has no valid key
 
@@ -83,11 +74,11 @@ def split(
 
     vs = vs.view(n_split, partition)
     vmax = vs.amax(-1)
-    to_fp8 = f32(FP8_MAX) * rcp(vmax + f32(1e-8))
+    to_fp8 = f32(E4M3_MAX) * rcp(vmax + f32(1e-8))
     p8 = e4m3_decode(e4m3_encode((vs * to_fp8[:, None]) * p))
     acc = torch.einsum("hsk,skd->shd", p8, values.view(n_split, partition, -1))
     inv_l = 1.0 / torch.where(l_sum > 0, l_sum, f32(1.0))
-    o = bf16_round(((vmax * INV_FP8_MAX)[:, None, None] * acc) * inv_l.t()[..., None])
+    o = bf16_round(((vmax * INV_E4M3_MAX)[:, None, None] * acc) * inv_l.t()[..., None])
     return SplitPartials(o, m.t().contiguous(), l_sum.t().contiguous())
 
 
@@ -119,6 +110,6 @@ def merge(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> QuantizedRow:
     """
     row = merged(sp_o, sp_m, sp_l).flatten()
     amax = row.abs().amax()
-    scale = amax * INV_FP8_MAX
+    scale = amax * INV_E4M3_MAX
     inv = torch.where(amax == 0, f32(0.0), rcp(scale))
     return QuantizedRow(e4m3_encode(row * inv), scale)

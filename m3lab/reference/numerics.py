@@ -1,8 +1,8 @@
-"""Number steps both references share: roundings, hardware functions, matrix products.
+"""Arithmetic of the references: hardware functions, ordered sums, matrix products.
 
-Every value is an fp32 tensor, whatever format it is rounded to; bytes are ``torch.uint8``. The
-hardware's ``exp2`` / ``rcp`` / ``rsq`` are modelled as correctly rounded (computed in fp64, rounded
-once), which the part misses by an ulp at most.
+Formats and their codecs are ``m3lab.formats``; here every value is an fp32 tensor. The hardware's
+``exp2`` / ``rcp`` / ``rsq`` are modelled as correctly rounded (computed in fp64, rounded once),
+which the part misses by an ulp at most.
 """
 
 from __future__ import annotations
@@ -13,22 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FP8_MAX = 448.0
-# Past the midpoint of 448 and the absent 480 a value rounds to NaN; the midpoint itself is a tie
-# that goes to 448, whose mantissa is even.
-FP8_LAST_FINITE = 464.0
-INV_FP8_MAX = torch.tensor(1.0 / FP8_MAX, dtype=torch.float32)
+from m3lab.formats import E4M3_MAX, dequantize_mxfp4, dequantize_mxfp8, e4m3_decode
+from m3lab.shapes import MX_BLOCK
+
+INV_E4M3_MAX = torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32)
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
 
 
 def f32(value: float) -> Tensor:
     """``value`` rounded to fp32, as a 0-dim tensor (so that arithmetic with it stays fp32)."""
     return torch.tensor(value, dtype=torch.float32)
-
-
-def bf16_round(x: Tensor) -> Tensor:
-    """fp32 -> nearest-even bf16, returned as fp32."""
-    return x.to(torch.bfloat16).to(torch.float32)
 
 
 def exp2(x: Tensor) -> Tensor:
@@ -72,18 +66,6 @@ def butterfly_sum(x: Tensor, offsets: Sequence[int]) -> Tensor:
     return x[..., 0]
 
 
-def e4m3_encode(x: Tensor) -> Tensor:
-    """fp32 -> E4M3 bytes, nearest even; what rounds past 448 becomes NaN, as on gfx950."""
-    byte = x.to(torch.float8_e4m3fn).view(torch.uint8)
-    sign = (torch.signbit(x).to(torch.uint8) << 7).to(torch.uint8)
-    past = ~(x.abs() <= FP8_LAST_FINITE)
-    return torch.where(past, sign | 0x7F, byte)
-
-
-def e4m3_decode(byte: Tensor) -> Tensor:
-    return byte.contiguous().view(torch.float8_e4m3fn).float()
-
-
 def e4m3_values(w: Tensor) -> Tensor:
     """E4M3 bytes decoded; a floating tensor is taken as decoded already (decode a weight once)."""
     return e4m3_decode(w) if w.dtype == torch.uint8 else w.float()
@@ -92,3 +74,33 @@ def e4m3_values(w: Tensor) -> Tensor:
 def matmul_t(x: Tensor, w: Tensor) -> Tensor:
     """fp32 ``x [..., K] @ w [N, K]^T``: narrow formats' products are exact, the order is BLAS's."""
     return torch.matmul(x, w.t())
+
+
+def mx_values(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """fp32 [..., K] of an MX table: MXFP4 (K/2 bytes a row) or MXFP8 (K bytes a row) by its width.
+
+    ``scales``: E8M0 [..., K/32], or None where ``codes`` is the decoded fp32 tensor itself.
+    """
+    if scales is None:
+        return codes.float()
+    if codes.shape[-1] == scales.shape[-1] * MX_BLOCK:
+        return dequantize_mxfp8(codes, scales)
+    return dequantize_mxfp4(codes, scales)
+
+
+def sum_of_squares(x: Tensor, chain: int, warps: Sequence[int]) -> Tensor:
+    """Sum of squares over the last dim in a kernel's order: [..., n] -> [...].
+
+    A logical thread squares and adds ``chain`` consecutive elements with fma, in order; then
+    threads meet in butterflies at ``warps`` offsets, group after group (a group's lanes are
+    2 ** len(offsets)), until one value is left; missing lanes count zero.
+    """
+    parts = x.unflatten(-1, (-1, chain))
+    total = torch.zeros(parts.shape[:-1])
+    for e in range(chain):
+        total = fma(parts[..., e], parts[..., e], total)
+    lanes = 2 ** len(warps)
+    while total.shape[-1] > 1:
+        total = torch.nn.functional.pad(total, (0, -total.shape[-1] % lanes))
+        total = butterfly_sum(total.unflatten(-1, (-1, lanes)), warps)
+    return total[..., 0]

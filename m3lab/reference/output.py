@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from m3lab.reference.numerics import bf16_round, e4m3_decode, e4m3_values, matmul_t
+from m3lab.formats import bf16_round, e4m3_decode
+from m3lab.reference.numerics import e4m3_values, matmul_t
 
 
 def output_partial(attnq: Tensor, scale: Tensor, w_o: Tensor, s_o: Tensor) -> Tensor:
