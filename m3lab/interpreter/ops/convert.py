@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from m3lab.interpreter.ops import lane_op
-from m3lab.interpreter.ops.values import lanes_last, narrow, python_scalar, table, unsigned
+from m3lab.interpreter.ops.values import immediate, lanes_last, narrow, table, unsigned
 from m3lab.interpreter.program import Op
 
 Tensor = torch.Tensor
@@ -100,18 +100,6 @@ def _half_replaced(old: Tensor, half: Tensor, high: bool) -> Tensor:
     return (old & -0x10000) | half
 
 
-def _flag(op: Op, name: str, operand: Tensor | None) -> int:
-    """An immediate: an attribute of the rocdl form, a constant operand of the intrinsic."""
-    if operand is None:
-        return int(op.attrs[name])
-    known = python_scalar(operand)
-    if known is None and operand.numel() == 1:
-        known = int(operand.item())
-    if known is None:
-        raise ValueError(f"{op.kind}: {name} must be a constant")
-    return known
-
-
 # ---------------------------------------------------------------------- fp8 and f16, unscaled
 
 
@@ -122,19 +110,19 @@ def _register_fp8(name: str) -> None:
     def pack(op: Op, a: Tensor, b: Tensor, old: Tensor, word: Tensor | None = None) -> Tensor:
         """Two floats to two bytes in the low (or high) half of ``old``."""
         half = _pair(encode(a), encode(b))
-        return _half_replaced(old, half, bool(_flag(op, "wordSel", word)))
+        return _half_replaced(old, half, bool(immediate(op, "wordSel", word)))
 
     @lane_op(f"rocdl.cvt.pk.f32.{name}", f"llvm.call_intrinsic:llvm.amdgcn.cvt.pk.f32.{name}")
     def unpack(op: Op, word: Tensor, select: Tensor | None = None) -> Tensor:
         """Two bytes of the low (or high) half to vector<2xf32>."""
-        start = 2 * _flag(op, "wordSel", select)
+        start = 2 * immediate(op, "wordSel", select)
         bytes_ = word.contiguous().unsqueeze(-1).view(torch.uint8)[..., start : start + 2]
         return decode(bytes_)
 
     @lane_op(f"rocdl.cvt.f32.{name}", f"llvm.call_intrinsic:llvm.amdgcn.cvt.f32.{name}")
     def one(op: Op, word: Tensor, select: Tensor | None = None) -> Tensor:
         """Byte ``byteSel`` to fp32."""
-        return decode(_byte(word, _flag(op, "byteSel", select)))
+        return decode(_byte(word, immediate(op, "byteSel", select)))
 
 
 for _name in _ENCODE:

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from m3lab.interpreter.program import Type
+from m3lab.interpreter.program import Op, Type
 
 DTYPES: dict[str, torch.dtype] = {
     "i1": torch.bool,
@@ -72,6 +72,18 @@ def python_scalar(x: torch.Tensor) -> int | None:
     if x.numel() != 1 or x.device.type != "cpu":
         return None
     return int(x.item())
+
+
+def immediate(op: Op, name: str, operand: torch.Tensor | None) -> int:
+    """An immediate: the attribute ``name`` of a rocdl form, a constant operand of an intrinsic.
+
+    An operand's value is kept as the attribute, so that a device is asked for it once.
+    """
+    if name not in op.attrs:
+        if operand is None or operand.numel() != 1:
+            raise ValueError(f"{op.kind}: {name} must be a constant")
+        op.attrs[name] = int(operand.item())
+    return int(op.attrs[name])
 
 
 def unsigned(x: torch.Tensor) -> torch.Tensor:
