@@ -46,16 +46,10 @@ _LINE_TABLES = "ensure-debug-info-scope-on-llvm-func{emission-kind=LineTablesOnl
 _PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"m3lab build 1\n"
 _LOCK = threading.RLock()  # a build changes os.environ, which the whole process shares
-# What a Program or assembly is made from besides flydsl: editing any of these makes a new key.
-_SOURCES = (
-    "kernels/*.py",
-    "placement.py",
-    "memory_layout.py",
-    "shapes.py",
-    "build.py",
-    "interpreter/lower.py",
-    "interpreter/program.py",
-)
+# What turns a traced module into a Program or assembly, and what kernels are traced from: editing
+# any of these makes a new key.
+_TOOLS = ("build.py", "interpreter/lower.py", "interpreter/program.py")
+_SOURCES = (*_TOOLS, "kernels/*.py", "placement.py", "memory_layout.py", "shapes.py")
 
 
 class MissingFlyDSL(RuntimeError):
@@ -254,18 +248,12 @@ def _finish(
     traced: _Traced, emit: Sequence[str], arch: str, seconds: dict[str, float], root: Path
 ) -> Build:
     """Load the parts that are in the cache, make the others."""
-    shown = _portable(traced.text)
     key = _digest(
-        shown,
-        *traced.fragments,
-        arch,
+        _portable(traced.text),
+        *traced.fragments,  # they name the architecture
         _flydsl_version(),
         PROGRAM_VERSION,
-        *(
-            _file_hash(_PACKAGE / name)
-            for name in _SOURCES
-            if not name.startswith("kernels") and (_PACKAGE / name).exists()
-        ),
+        *(_file_hash(_PACKAGE / name) for name in _TOOLS),
     )
     result = Build(name=traced.name, key=key, arch=arch)
     if _load_parts(result, emit, root):
@@ -436,9 +424,9 @@ def elf_symbol_size(elf: bytes, symbol: str) -> int:
             continue
         names = sections[section[6]][4]
         for at in range(section[4], section[4] + section[5], 24):
-            name, info, _, _, _, size = struct.unpack_from("<IBBHQQ", elf, at)
+            name, _, _, _, _, size = struct.unpack_from("<IBBHQQ", elf, at)
             end = elf.index(b"\0", names + name)
-            if info & 0xF == 2 and elf[names + name : end].decode() == symbol:  # STT_FUNC
+            if elf[names + name : end].decode() == symbol:
                 return int(size)
     raise ValueError(f"the ELF image holds no function {symbol!r}")
 
