@@ -223,6 +223,18 @@ def test_spilled_vgprs_scratch_and_too_much_lds_are_problems():
     assert len(figures(BY_HAND).problems()) == 2
 
 
+def test_a_kernel_with_more_values_than_registers_is_flagged(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SMALL))
+    launcher = importlib.import_module("too_many_values").launch
+    found = figures_of(build(launcher, (0, 0), emit=("asm",), cache=tmp_path))
+    assert found.vgpr == 128  # all that 16 waves leave a lane
+    assert found.mix["global load"] == found.mix["global store"] == 300
+    assert found.vgpr_spills > 100
+    assert found.mix["scratch"] == 2 * found.vgpr_spills  # each is written once and read once
+    assert found.scratch_bytes >= 4 * found.vgpr_spills
+    assert len(found.problems()) == 2
+
+
 def test_the_table_has_the_peers_columns_and_leaves_unknown_figures_empty():
     frame = table([figures(BY_HAND), figures(BY_HAND, code_bytes=120)], labels=[1, 2])
     row = frame.loc[1]
