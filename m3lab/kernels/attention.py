@@ -1,0 +1,354 @@
+"""Stages 1 and 2b: sparse attention over the selected blocks, and the merge of its partitions.
+
+A split task is one token's partition of 256 selected keys, 32 a wave; it publishes outputs, maxima
+and sums per head. A merge weighs a token's eight partitions and quantizes the row to fp8; with one
+token it runs inside the output projection's tasks. The selection itself is ``select``'s.
+
+Both matrix products keep the head in the result's column, so a lane owns one head: the scores'
+rows are keys, the output's rows are dims. A wave's keys are dealt to the score tiles so that lane
+16 g + r gets the eight consecutive keys 8 g .. + 8 of head r, which is the layout that the second
+product wants its probabilities in: they never leave the lane.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flydsl.expr as fx
+
+from m3lab.kernels import isa, mailbox, matrix
+from m3lab.kernels.context import first_task, scratch_box, stamp
+from m3lab.kernels.isa import const_expr, select, traced
+from m3lab.kernels.mailbox import Request
+from m3lab.kernels.select import select_blocks
+from m3lab.kernels.wave import (
+    add,
+    block_max,
+    butterfly,
+    div,
+    largest,
+    mod,
+)
+from m3lab.memory_layout import N_SPLIT, WORD_BYTES
+from m3lab.placement import WAVES
+from m3lab.shapes import PAGE_TOKENS
+
+FP8_MAX = 448.0
+NEG = -3.4e38  # a masked key's score
+LOG2E = 1.4426950408889634
+DIM_GROUP = 16  # dims that lie together in a K page
+KEY_TILES = 2  # score tiles of a wave: 16 keys each
+TILE_DIM_BYTES = 16 * PAGE_TOKENS  # 16 dims of a V page
+GROUPS = (16, 32)  # butterfly over the four lane groups of a matrix operand
+BATCH_PER_PARTITION = 3  # a merge polls each partition's maximum, sum and outputs together
+
+
+@traced
+def split(ctx):
+    """Every (token, partition) of the step, task = token * N_SPLIT + partition."""
+    place = ctx.build.place
+    for task in range(first_task(ctx, "split"), place.split_tasks, place.blocks):
+        split_task(ctx, fx.Int32(task))
+
+
+def split_task(ctx, task):
+    token, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
+    n_ctx = select_blocks(ctx, token, partition)
+    stamp(ctx, 17)
+    # every independent load goes out first
+    tiles = load_tiles(ctx)
+    quantize_query(ctx, token)
+    isa.barrier()
+    stamp(ctx, 12)
+    first_key = partition * ctx.build.place.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
+    lane_keys = n_ctx - (first_key + 8 * ctx.group)  # this lane's valid keys, <= 0 or >= 8 too
+    scores = score_keys(ctx, tiles, lane_keys)
+    share_maxima(ctx, tiles, scores, lane_keys)
+    isa.barrier()
+    stamp(ctx, 13)
+    head_max, v_max = read_maxima(ctx)
+    weights = weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys)
+    multiply_values(ctx, tiles, weights, lane_keys)
+    isa.barrier()
+    stamp(ctx, 15)
+    publish(ctx, task, head_max, v_max)
+    isa.barrier()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A wave's 32 keys as this lane loads them.
+
+    ``keys[tile][half]``: four words, 16 dims of key 8 (row / 4) + 4 tile + row % 4;
+    ``values[d]``: two words, keys 8 g .. + 8 of dim 16 d + row; ``k_scales`` and ``v_scales``: the
+    fp32 scales of keys 8 g .. + 8 (static: one value for all).
+    """
+
+    keys: list[list[Any]]
+    values: list[Any]
+    k_scales: list[Any]
+    v_scales: list[Any]
+
+
+def load_tiles(ctx):
+    """Request this wave's two pages of K, of V and their scales.
+
+    A block's pages are consecutive, so the wave's page sits in the buffer's 64-bit base and a
+    lane's offset is the same for every wave, whatever the cache's size. Pages past the context
+    are real ones whose bytes are masked later.
+    """
+    shape, args = ctx.build.shape, ctx.args
+    pages = ctx.build.place.pages_per_block
+    first = ctx.wave * KEY_TILES
+    block_page = isa.uniform(isa.lds_load(ctx.lds.blocks, div(first, pages)))
+    page = isa.i64(block_page + mod(first, pages))
+    page_bytes = shape.kv_heads * shape.model.head_dim * PAGE_TOKENS
+    k_page = isa.buffer(args.k_cache + page * page_bytes)
+    v_page = isa.buffer(args.v_cache + page * page_bytes)
+
+    row, group = ctx.row, ctx.group
+    group_bytes = PAGE_TOKENS * DIM_GROUP
+    token = 8 * mod(div(row, 4), 2) + mod(row, 4)
+    k_at = div(row, 8) * page_bytes + group * group_bytes + token * DIM_GROUP
+    v_at = div(group, 2) * page_bytes + row * PAGE_TOKENS + mod(group, 2) * 8
+    halves = [half * 4 * group_bytes for half in range(shape.model.head_dim // 64)]
+    keys = [
+        [isa.load(k_page, k_at + tile * 4 * DIM_GROUP + half, 4) for half in halves]
+        for tile in range(KEY_TILES)
+    ]
+    values = [
+        isa.load(v_page, v_at + d * TILE_DIM_BYTES, 2) for d in range(shape.model.head_dim // 16)
+    ]
+    return Tiles(
+        keys, values, load_scales(ctx, args.k_scale, page), load_scales(ctx, args.v_scale, page)
+    )
+
+
+def load_scales(ctx, address, page):
+    """The scales of this lane's eight keys."""
+    if ctx.build.cache.static_scale:
+        scale = isa.bits_float(isa.load(isa.buffer(address), 0))
+        return [scale] * 8
+    page_bytes = ctx.build.shape.kv_heads * PAGE_TOKENS * WORD_BYTES
+    scales = isa.buffer(address + page * page_bytes)
+    at = div(ctx.group, 2) * page_bytes + mod(ctx.group, 2) * (8 * WORD_BYTES)
+    words = [isa.load(scales, at + 16 * i, 4) for i in range(2)]
+    return [isa.bits_float(half[i]) for half in words for i in range(4)]
+
+
+def query_unit(head, unit):
+    """LDS word of a head's ``unit``-th 16 dims: rotated so that the 16 heads of an operand do not
+    meet in one bank."""
+    return head * 32 + (unit ^ mod(div(head, 2), 8)) * 4
+
+
+def quantize_query(ctx, token):
+    """lds.q8 := the token's query heads as fp8, by conversion with no scale; four dims a thread."""
+    head, word = div(ctx.tid, 32), mod(ctx.tid, 32)
+    raw = isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + ctx.tid * 8, 2)
+    dims = [x for i in range(2) for x in isa.bf16_floats(raw[i])]
+    isa.lds_store(ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), isa.fp8_word(*dims))
+
+
+def score_keys(ctx, tiles, lane_keys):
+    """Scaled scores of this lane's eight keys with its head ``row``; NEG where masked."""
+    halves = range(ctx.build.shape.model.head_dim // 64)
+    query = [
+        isa.lds_load(ctx.lds.q8, query_unit(ctx.row, 4 * half + ctx.group), 4) for half in halves
+    ]
+    scores = []
+    for tile in range(KEY_TILES):
+        acc = matrix.zero_tile()
+        for half in halves:
+            k_parts = matrix.fp8_operands(tiles.keys[tile][half])
+            q_parts = matrix.fp8_operands(query[half])
+            for k_part, q_part in zip(k_parts, q_parts, strict=True):
+                acc = isa.mfma_fp8(k_part, q_part, acc)
+        scores += [acc[e] for e in range(4)]
+    scaled = [
+        (ctx.build.sm_scale * scale) * score
+        for scale, score in zip(tiles.k_scales, scores, strict=True)
+    ]
+    return [select(lane_keys > i, s, fx.Float32(NEG)) for i, s in enumerate(scaled)]
+
+
+def valid_scales(tiles, lane_keys):
+    return [select(lane_keys > i, s, fx.Float32(0.0)) for i, s in enumerate(tiles.v_scales)]
+
+
+def fold(values, op):
+    total = values[0]
+    for value in values[1:]:
+        total = op(total, value)
+    return total
+
+
+def heads_at(ctx, what, head):
+    """LDS word of a head's eight wave values: ``what`` 0 maxima, 1 sums."""
+    return (what * ctx.build.shape.q_heads + head) * WAVES
+
+
+@traced
+def share_maxima(ctx, tiles, scores, lane_keys):
+    """lds.heads := this wave's maximum score per head and its largest valid V scale."""
+    head_max = butterfly(fold(scores, largest), GROUPS, largest)
+    v_max = butterfly(fold(valid_scales(tiles, lane_keys), largest), GROUPS, largest)
+    if ctx.group == 0:
+        isa.lds_store(ctx.lds.heads, heads_at(ctx, 0, ctx.row) + ctx.wave, head_max)
+    if ctx.lane == 0:
+        isa.lds_store(ctx.lds.heads, heads_at(ctx, 2, 0) + ctx.wave, v_max)
+
+
+def wave_values(ctx, at):
+    """The eight waves' values from LDS word ``at``."""
+    halves = [isa.lds_load(ctx.lds.heads, at + i, 4, fx.Float32) for i in range(0, WAVES, 4)]
+    return [half[i] for half in halves for i in range(4)]
+
+
+def read_maxima(ctx):
+    """The partition's maximum for this lane's head, and its largest valid V scale."""
+    v_max = fold(wave_values(ctx, heads_at(ctx, 2, 0)), largest)
+    return fold(wave_values(ctx, heads_at(ctx, 0, ctx.row)), largest), v_max
+
+
+@traced
+def weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys):
+    """The probabilities as fp8, V's scales folded in -> the Int64 operand of keys 8 g .. + 8; their
+    unscaled sum per wave and head to lds.heads."""
+    to_fp8 = FP8_MAX * isa.rcp(v_max + 1e-8)
+    p = [isa.exp2((score - head_max) * LOG2E) for score in scores]
+    scaled = [(s * to_fp8) * x for s, x in zip(valid_scales(tiles, lane_keys), p, strict=True)]
+    total = butterfly(fold(p, add), GROUPS)
+    if ctx.group == 0:
+        isa.lds_store(ctx.lds.heads, heads_at(ctx, 1, ctx.row) + ctx.wave, total)
+    stamp(ctx, 14)
+    words = [isa.fp8_word(*scaled[4 * i : 4 * i + 4]) for i in range(2)]
+    return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.Int64)[0]
+
+
+def partial_at(ctx, wave, head, unit):
+    """LDS word of a wave's partial output, ``unit`` counting four dims of ``head``: rotated so
+    that neither the heads of a store nor the dims of a load meet in one bank."""
+    return wave * ctx.build.shape.o_k + head * ctx.build.shape.model.head_dim + (unit ^ head) * 4
+
+
+def multiply_values(ctx, tiles, weights, lane_keys):
+    """lds.partials := this wave's weighted sum of V, [head][dim].
+
+    A masked key's weight is 0, but 0 times a NaN byte is NaN: its V bytes become 0 too.
+    """
+    some = (fx.Int64(1) << (fx.Int64(lane_keys) * 8)) - fx.Int64(1)
+    mask = select(lane_keys <= 0, fx.Int64(0), some)
+    mask = select(lane_keys >= 8, fx.Int64(-1), mask)
+    for d, words in enumerate(tiles.values):
+        value = words.bitcast(fx.Int64)[0] & mask
+        out = isa.mfma_fp8(value, weights, matrix.zero_tile())
+        at = partial_at(ctx, ctx.wave, ctx.row, 4 * d + ctx.group)
+        isa.lds_store(ctx.lds.partials, at, out, 4, fx.Float32)
+
+
+@traced
+def publish(ctx, task, head_max, v_max):
+    """The waves' partials summed, over the sum of weights, to sp_o; maxima and sums to sp_m, sp_l.
+
+    A partition with no valid key publishes m = NEG, l = 256, o = 0 and weighs nothing.
+    """
+    shape = ctx.build.shape
+    head, unit = div(ctx.tid, 32), mod(ctx.tid, 32)
+    weight_sum = fold(wave_values(ctx, heads_at(ctx, 1, head)), add)
+    inverse = 1.0 / select(weight_sum > 0.0, weight_sum, fx.Float32(1.0))
+    parts = [
+        isa.lds_load(ctx.lds.partials, partial_at(ctx, w, head, unit), 4, fx.Float32)
+        for w in range(WAVES)
+    ]
+    scale = v_max * (1.0 / FP8_MAX)
+    out = [(scale * fold([part[i] for part in parts], add)) * inverse for i in range(4)]
+    at = task * shape.o_k + ctx.tid * 4
+    mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out)
+    if ctx.tid < shape.q_heads:  # wave 0's lane of head tid: its own maximum is the head's
+        total = fold(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
+        at = task * shape.q_heads + ctx.tid
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_m"), at, head_max)
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_l"), at, total)
+
+
+# ---------------------------------------------------------------------- merge
+
+
+@traced
+def await_partitions(ctx, token):
+    """Wave 0 waits for every partition's sum, the other waves at the barrier: 512 threads polling
+    24 loads each through the whole split load the memory system that the split itself reads
+    (-0.4 us, measured upstream)."""
+    per_token = N_SPLIT * ctx.build.shape.q_heads
+    if ctx.wave == 0:
+        box = scratch_box(ctx, "sp_l")
+        at = [token * per_token + ctx.lane + first for first in range(0, per_token, isa.LANES)]
+        mailbox.poll(ctx.tag, [Request(box, index) for index in at])
+    isa.barrier()
+
+
+def poll_partitions(ctx, token):
+    """Every partition's (maximum, sum) of this thread's head and its four outputs."""
+    shape = ctx.build.shape
+    head = div(ctx.tid * 4, shape.model.head_dim)
+    parts = [token * N_SPLIT + i for i in range(N_SPLIT)]
+    heads = [part * shape.q_heads + head for part in parts]
+    outs = [div(part * shape.o_k + ctx.tid * 4, 2) for part in parts]
+    requests = [Request(scratch_box(ctx, "sp_m"), index) for index in heads]
+    requests += [Request(scratch_box(ctx, "sp_l"), index) for index in heads]
+    requests += [Request(scratch_box(ctx, "sp_o"), index, 2) for index in outs]
+    got = mailbox.poll(ctx.tag, requests, batch=BATCH_PER_PARTITION * N_SPLIT)
+    maxima, sums, words = (got[i * N_SPLIT : (i + 1) * N_SPLIT] for i in range(3))
+    return (
+        [isa.bits_float(word) for (word,) in maxima],
+        [isa.bits_float(word) for (word,) in sums],
+        [[x for word in pair for x in isa.bf16_floats(word)] for pair in words],
+    )
+
+
+def merge_token(ctx, token):
+    """A token's partitions merged and quantized -> (this thread's four dims as a word of fp8, the
+    token's scale).
+
+    The scale is amax / 448; an all-zero row gives zeros, not 0 * inf. ``lds.red`` must be free.
+    """
+    await_partitions(ctx, token)
+    maxima, sums, outs = poll_partitions(ctx, token)
+    stamp(ctx, 3)
+    top = fold(maxima, largest)
+    weights = [s * isa.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
+    total = fold(weights, add)
+    total = select(total > 0.0, total, fx.Float32(1.0))
+    inverse = 1.0 / total
+    dims = [fx.Float32(0.0)] * 4
+    for weight, out in zip(weights, outs, strict=True):
+        share = isa.quotient(weight, total, inverse)
+        dims = [isa.fma(share, x, dim) for x, dim in zip(out, dims, strict=True)]
+    dims = [isa.bf16_round(dim) for dim in dims]
+    amax = block_max(fold([isa.absolute(dim) for dim in dims], largest), ctx)
+    scale = amax * (1.0 / FP8_MAX)
+    inverse = select(amax == 0.0, fx.Float32(0.0), isa.rcp(scale))
+    return isa.fp8_word(*[dim * inverse for dim in dims]), scale
+
+
+@traced
+def merge(ctx):
+    """With several tokens, one task per token merges it; merged in the output tasks, the tokens'
+    merges ran one after another in every one of them (+14 us at four tokens, measured upstream)."""
+    place = ctx.build.place
+    if const_expr(place.merge_tasks > 0):
+        for task in range(first_task(ctx, "merge"), place.merge_tasks, place.blocks):
+            publish_token(ctx, fx.Int32(task))
+
+
+@traced
+def publish_token(ctx, token):
+    """The merged row as plain words, then its scale: the scale's pair is the flag."""
+    word, scale = merge_token(ctx, token)
+    base = ctx.build.regions["attnq"].offset
+    at = (token * (ctx.build.shape.o_k // 4) + ctx.tid) * WORD_BYTES
+    isa.store(ctx.scratch, at, word, base=base, cache=isa.DEVICE)
+    isa.release_stores()
+    isa.barrier()
+    if ctx.tid == 0:
+        mailbox.put(ctx.tag, scratch_box(ctx, "attnq_s"), token, scale)

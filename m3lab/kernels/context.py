@@ -1,0 +1,130 @@
+"""What every stage of the post-attention kernel is handed: the build, and the CTA's own values.
+
+A ``Context`` is made once, in ``post_attn``, at the start of a trace; the stages are functions over
+it. The helpers here are those that belong to no stage: a region's address, a stage's first task, a
+timeline stamp.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from m3lab.kernels import isa
+from m3lab.kernels.isa import const_expr, traced
+from m3lab.kernels.mailbox import Box
+from m3lab.memory_layout import Region, peer_layout, scratch_layout
+from m3lab.placement import TL_POINTS, Placement
+from m3lab.shapes import CacheLayout, RankShape
+
+
+@dataclass(frozen=True)
+class Build:
+    """The constants of one build: everything that is not a kernel argument."""
+
+    place: Placement
+    cache: CacheLayout
+    sm_scale: float
+    eps: float
+    route_scale: float
+    shared_weight: float
+    swiglu_limit: float
+    init_blocks: int
+    local_blocks: int
+    timeline: bool
+
+    @property
+    def shape(self) -> RankShape:
+        return self.place.shape
+
+    @property
+    def tokens(self) -> int:
+        return self.place.tokens
+
+    @property
+    def npes(self) -> int:
+        return self.place.npes
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        return scratch_layout(self.shape)
+
+    @cached_property
+    def peer_regions(self) -> dict[str, Region]:
+        return peer_layout(self.shape, self.npes)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A trace of the kernel: traced values of this thread, wave and CTA.
+
+    ``args`` holds the kernel arguments by name, ``lds`` the LDS arrays. ``wave`` is uniform;
+    ``group`` and ``row`` are a lane's place in a matrix operand (lane = 16 group + row).
+    ``seq_lens`` and ``n_blocks``: each token's context (at least one key) and its sparse blocks.
+    """
+
+    build: Build
+    args: SimpleNamespace
+    lds: SimpleNamespace
+    tid: Any
+    bid: Any
+    lane: Any
+    wave: Any
+    group: Any
+    row: Any
+    scratch: Any
+    inbox: Any
+    tag: Any
+    seq_lens: list[Any]
+    n_blocks: list[Any]
+
+
+def scratch_box(ctx: Context, name: str) -> Box:
+    """A region of this rank's scratch."""
+    return Box(ctx.scratch, ctx.build.regions[name].offset, isa.DEVICE)
+
+
+def inbox_box(ctx: Context, name: str) -> Box:
+    """A region of this rank's own peer buffer, which the peers write."""
+    return Box(ctx.inbox, ctx.build.peer_regions[name].offset, isa.SYSTEM)
+
+
+def first_task(ctx: Context, stage: str) -> Any:
+    """This CTA's first task of ``stage``; the next ones are ``blocks`` apart."""
+    place = ctx.build.place
+    base = place.bases[stage]
+    if base == 0:
+        return ctx.bid
+    # one conditional wrap: a remainder by a CTA count that is no power of two is a division
+    shifted = ctx.bid - base
+    return isa.select(shifted < 0, shifted + place.blocks, shifted)
+
+
+@traced
+def stamp(ctx, point):
+    """Timeline: the clock at which this CTA passes ``point``.
+
+    Kept in LDS until the kernel ends: a global store per stamp would put its write latency on
+    every later wait for loads.
+    """
+    if const_expr(ctx.build.timeline):
+        # a compile-time and a traced condition cannot share one ``and``
+        if ctx.tid == 0:
+            isa.lds_store(ctx.lds.stamps, point, isa.clock())
+
+
+@traced
+def clear_stamps(ctx):
+    """Unstamped points read 0. The stamping wave clears them itself: no barrier is needed."""
+    if const_expr(ctx.build.timeline):
+        if ctx.tid < TL_POINTS:
+            isa.lds_store(ctx.lds.stamps, ctx.tid, isa.i64(0))
+
+
+@traced
+def flush_stamps(ctx):
+    """The CTA's stamps to ``tl``, int64 [blocks][points]."""
+    if const_expr(ctx.build.timeline):
+        if ctx.tid < TL_POINTS:
+            at = isa.i64(ctx.bid * TL_POINTS + ctx.tid) * 8
+            isa.store_i64(ctx.args.tl + at, isa.lds_load(ctx.lds.stamps, ctx.tid))

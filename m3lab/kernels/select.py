@@ -1,0 +1,143 @@
+"""Stage 0: which 16 sparse blocks of its context a token attends to.
+
+The blocks' index scores are in scratch; here they are ranked by (score, block id), the pinned
+blocks always in, the tail block listed last. Every split CTA of a token selects for itself and
+keeps the two blocks of its own partition. A context of up to 16 blocks keeps them all and is never
+scored. Contexts up to 512 blocks, one block a thread.
+"""
+
+import flydsl.expr as fx
+
+from m3lab.kernels import isa
+from m3lab.kernels.context import stamp
+from m3lab.kernels.isa import range_constexpr, select, traced
+from m3lab.kernels.wave import butterfly, div, mod, pick
+from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS, WORD_BYTES
+from m3lab.placement import THREADS
+
+RANK_SPLIT = 8  # threads that share a block's rank count
+RANK_LANES = (4, 2, 1)
+INIT_SCORE = 1e30  # a pinned first block
+LOCAL_SCORE = 1e29  # a pinned last block
+LEAST = -(2**31)
+MAGNITUDE = 0x7FFFFFFF
+INF_BITS = 0x7F800000
+
+
+def index_key(ctx, block, word, n_blk):
+    """Sort key of ``block``'s raw score word: a signed int ordered like the float, -0 equal to 0,
+    NaN below -inf; a pinned block's score is not read."""
+    score = isa.bits_float(word)
+    if ctx.build.init_blocks:
+        score = select(block < ctx.build.init_blocks, fx.Float32(INIT_SCORE), score)
+    score = select(block >= n_blk - ctx.build.local_blocks, fx.Float32(LOCAL_SCORE), score)
+    bits = isa.float_bits(score)
+    bits = select(bits == fx.Int32(LEAST), fx.Int32(0), bits)
+    key = select(bits < 0, bits ^ fx.Int32(MAGNITUDE), bits)
+    nan = (bits & fx.Int32(MAGNITUDE)) > fx.Int32(INF_BITS)
+    return select(nan, fx.Int32(LEAST), key)
+
+
+@traced
+def count_ranks(ctx, n_blk):
+    """lds.ranks[b] := the blocks that beat block b, for every b < n_blk.
+
+    RANK_SPLIT threads share a block, each comparing every RANK_SPLIT-th key: one lane walking 61
+    keys took 1.9 us (measured upstream).
+    """
+    keys, ranks = ctx.lds.keys, ctx.lds.ranks
+    part = mod(ctx.tid, RANK_SPLIT)
+    for first in range(0, n_blk, THREADS // RANK_SPLIT):
+        block = fx.Int32(first) + div(ctx.tid, RANK_SPLIT)
+        own = fx.min(block, n_blk - 1)
+        own_key = isa.lds_load(keys, own)
+        count = fx.Int32(0)
+        for start in range(0, n_blk, RANK_SPLIT):
+            other = fx.Int32(start) + part
+            other_key = isa.lds_load(keys, fx.min(other, n_blk - 1))
+            beats = (other_key > own_key) | ((other_key == own_key) & (other > own))
+            count = count + select(beats & (other < n_blk), fx.Int32(1), fx.Int32(0))
+        count = butterfly(count, RANK_LANES)
+        if (part == 0) & (block < n_blk):
+            isa.lds_store(ranks, block, count)
+
+
+def rank_blocks(ctx, token, n_blk):
+    """Thread b keys block b; -> (its rank, the tail block's rank), valid for b < n_blk."""
+    build = ctx.build
+    region = build.regions["iscore"]
+    base = region.offset + token * region.token_bytes
+    # K1 or a scorer wrote the scores before this launch: a plain load, which goes out before the
+    # context length is in. A pinned block's slot holds no score and is not used.
+    word = isa.load(ctx.scratch, ctx.tid * PAIR_BYTES, base=base)
+    scored = (n_blk > build.shape.model.topk_blocks) & (ctx.tid < n_blk)
+    key = select(scored, index_key(ctx, ctx.tid, word, n_blk), fx.Int32(0) - ctx.tid)
+    isa.lds_store(ctx.lds.keys, ctx.tid, key)
+    stamp(ctx, 18)
+    isa.barrier()
+    stamp(ctx, 20)
+    count_ranks(ctx, n_blk)
+    isa.barrier()
+    rank = isa.lds_load(ctx.lds.ranks, fx.min(ctx.tid, n_blk - 1))
+    tail_rank = isa.uniform(isa.lds_load(ctx.lds.ranks, n_blk - 1))
+    stamp(ctx, 19)
+    return rank, tail_rank
+
+
+def place(ctx, rank, tail_rank, n_blk, seq_len):
+    """Where the ranked blocks go: the full blocks by rank, the tail block (the one that holds the
+    row's own token) last. -> (this thread's block is in, its slot, sparse context length)."""
+    model = ctx.build.shape.model
+    size = model.sparse_block
+    n_sel = fx.min(n_blk, model.topk_blocks)
+    tail_in = tail_rank < n_sel
+    n_full = n_sel - select(tail_in, fx.Int32(1), fx.Int32(0))
+    tail = n_blk - 1
+    is_in = (ctx.tid < n_blk) & (rank < n_sel)
+    # ranks are a strict order: a block behind the tail moves up by the tail's place
+    full_slot = rank - select(tail_rank < rank, fx.Int32(1), fx.Int32(0))
+    slot = select(ctx.tid == tail, n_full, full_slot)
+    n_ctx = select(tail_in, n_full * size + seq_len - tail * size, fx.min(n_sel * size, seq_len))
+    return is_in, slot, n_ctx
+
+
+def pages_from(first, n):
+    return fx.Vector.from_elements([first + i for i in range(n)], fx.Int32)
+
+
+@traced
+def write_table(ctx, token, is_in, slot, first_page, n_ctx):
+    """The token's sparse page table: the pages of every slot, then the sparse context length."""
+    region = ctx.build.regions["sparse_table"]
+    base = region.offset + token * region.token_bytes
+    pages = ctx.build.place.pages_per_block
+    if is_in:
+        for j in range_constexpr(0, pages, 4):
+            at = (slot * pages + j) * WORD_BYTES
+            isa.store(ctx.scratch, at, pages_from(first_page + j, 4), base=base)
+    if ctx.tid == 0:
+        isa.store(ctx.scratch, (SPARSE_TABLE_WORDS - 2) * WORD_BYTES, n_ctx, base=base)
+
+
+@traced
+def select_blocks(ctx, token, partition):
+    """lds.blocks[0..1] := the first page ids of the token's selection slots 2p, 2p + 1 (page 0
+    where the selection is shorter); -> its sparse context length, uniform. Partition 0's CTA also
+    writes the token's sparse table."""
+    per_part = ctx.build.shape.model.topk_blocks // N_SPLIT
+    n_blk = pick(ctx.n_blocks, token)
+    seq_len = pick(ctx.seq_lens, token)
+    table = isa.buffer(ctx.args.block_table)
+    row = token * ctx.args.bt_width
+    block_id = isa.load(table, (row + fx.min(ctx.tid, n_blk - 1)) * WORD_BYTES)
+    if ctx.tid < per_part:
+        isa.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))
+    rank, tail_rank = rank_blocks(ctx, token, n_blk)
+    is_in, slot, n_ctx = place(ctx, rank, tail_rank, n_blk, seq_len)
+    first_page = block_id * ctx.build.cache.page_stride
+    if is_in & (div(slot, per_part) == partition):
+        isa.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
+    if partition == 0:
+        write_table(ctx, token, is_in, slot, first_page, n_ctx)
+    isa.barrier()
+    return isa.uniform(n_ctx)

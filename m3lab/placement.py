@@ -1,0 +1,284 @@
+"""Which CTA runs which task of the post-attention kernel, and how its LDS is cut.
+
+Plain Python: integers in, integers out, no flydsl, no torch. A ``Placement`` holds every task
+count, stage base and LDS size of one build (rank shape, tokens, peers, CTAs); the kernels read
+them and the tests check them against brute force. What a stage does with its tasks is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from m3lab.memory_layout import N_SPLIT, ROUTER_EXPERTS
+from m3lab.shapes import MAX_TOKENS, MX_BLOCK, PAGE_TOKENS, RankShape
+
+WAVE = 64  # lanes of a wave
+WAVES = 8  # waves of a CTA
+THREADS = WAVE * WAVES
+LDS_BYTES = 163_840  # of a gfx950 compute unit
+TILE_ROWS = 16  # rows of one MFMA tile
+
+O_ROWS = 32  # hidden rows of an output-projection task
+DN_ROWS = 32  # hidden rows of a down task
+UG_ROWS = 16  # mid rows of a routed up / gate task
+SH_ROWS = 8  # mid rows of a shared-expert task: gate and up share one MFMA tile
+ROW_PAD = 4  # words between LDS rows: the 16 rows of an operand fall in distinct banks
+TL_POINTS = 32  # timeline points
+
+# From this many tokens on, an expert's weights are read once for all of them.
+WIDE_FROM = 5
+# From this many tokens on, a row group's partials go to its owner rank alone.
+AG_RS_FROM = 12
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Tasks, stage bases and LDS of one build.
+
+    ``tokens`` rows on a rank of ``shape`` in a group of ``npes`` peers, on ``blocks`` CTAs.
+    A stage's task t runs on CTA (base + t) mod blocks. Raises ValueError, in one sentence, for
+    what does not fit or is not built.
+    """
+
+    shape: RankShape
+    tokens: int
+    npes: int = 4
+    blocks: int = 256
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens <= MAX_TOKENS:
+            raise ValueError(f"tokens must be in 1..{MAX_TOKENS}, got {self.tokens}")
+        if self.npes not in (1, self.shape.tp):
+            raise ValueError(
+                f"peers must be 1 (solo) or the TP width {self.shape.tp}, got {self.npes}"
+            )
+        if self.shape.kv_heads != 1 or self.shape.q_heads != TILE_ROWS:
+            raise ValueError(
+                f"not built yet: a rank of {self.shape.q_heads} query and "
+                f"{self.shape.kv_heads} kv heads (TP width {self.shape.tp}); "
+                f"this build takes {TILE_ROWS} query heads on 1 kv head"
+            )
+        need = self.split_tasks + (0 if self.wide else max(self.o_tasks, self.down_tasks))
+        if self.blocks < need:
+            raise ValueError(
+                f"a step of {self.tokens} tokens needs at least {need} CTAs, got {self.blocks}"
+            )
+        if self.lds_bytes > LDS_BYTES:
+            raise ValueError(
+                f"the LDS of a step of {self.tokens} tokens is {self.lds_bytes} bytes, "
+                f"more than the {LDS_BYTES} of a compute unit"
+            )
+
+    # ------------------------------------------------------------------ which form
+
+    @property
+    def wide(self) -> bool:
+        """The mixture of experts runs expert by expert over all tokens."""
+        return self.tokens >= WIDE_FROM
+
+    @property
+    def owner_reduce(self) -> bool:
+        """The all-reduces go through the row group's owner rank (two hops, half the bytes)."""
+        return self.tokens >= AG_RS_FROM and self.npes > 1
+
+    # ------------------------------------------------------------------ task counts
+
+    @property
+    def partition_keys(self) -> int:
+        """Selected keys of one split task (256: 16 blocks of 128 keys over 8 partitions)."""
+        m = self.shape.model
+        return m.topk_blocks * m.sparse_block // N_SPLIT
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.shape.model.sparse_block // PAGE_TOKENS
+
+    @property
+    def split_tasks(self) -> int:
+        return N_SPLIT * self.tokens * self.shape.kv_heads
+
+    @property
+    def merge_tasks(self) -> int:
+        """One per token; a single token's merge is folded into its output tasks."""
+        return self.tokens if self.tokens > 1 else 0
+
+    @property
+    def o_tasks(self) -> int:
+        return self.shape.hidden // O_ROWS
+
+    @property
+    def router_tasks_per_token(self) -> int:
+        return self.shape.model.experts // ROUTER_EXPERTS
+
+    @property
+    def router_tasks(self) -> int:
+        return self.router_tasks_per_token * self.tokens
+
+    @property
+    def ug_per_slot(self) -> int:
+        """Up / gate row groups of one expert (48 at W=4)."""
+        return self.shape.inter // UG_ROWS
+
+    @property
+    def ug_tasks_per_token(self) -> int:
+        return self.shape.model.top_k * self.ug_per_slot
+
+    @property
+    def shared_tasks(self) -> int:
+        return self.shape.inter // SH_ROWS
+
+    @property
+    def down_tasks(self) -> int:
+        return self.shape.hidden // DN_ROWS
+
+    # ------------------------------------------------------------------ where they run
+
+    @cached_property
+    def bases(self) -> dict[str, int]:
+        """First CTA of each stage."""
+        base = {
+            "split": 0,
+            "merge": self.split_tasks,
+            "o": self.split_tasks + self.merge_tasks,
+            "router": self.split_tasks + self.merge_tasks + self.o_tasks,
+            "ug": 0,
+            "down": self.split_tasks,
+        }
+        base = {name: first % self.blocks for name, first in base.items()}
+        if not self.wide:
+            base["shared"] = self._shared_base(base)
+        return base
+
+    def ctas_of(self, stage: str, tasks: int) -> set[int]:
+        """CTAs that run a stage of ``tasks`` tasks."""
+        first = self.bases[stage]
+        return {(first + t) % self.blocks for t in range(min(tasks, self.blocks))}
+
+    @property
+    def ug_ctas_per_token(self) -> int | None:
+        """CTAs that share one token's routed up / gate tasks, None for round robin."""
+        if self.tokens >= 4 and self.blocks % self.tokens == 0:
+            return self.blocks // self.tokens
+        return None
+
+    def ug_tasks_of(self, cta: int) -> int:
+        """Routed up / gate tasks that ``cta`` runs in the narrow form."""
+        per_token = self.ug_ctas_per_token
+        if per_token is not None:
+            return len(range(cta % per_token, self.ug_tasks_per_token, per_token))
+        return len(range(cta, self.ug_tasks_per_token * self.tokens, self.blocks))
+
+    @property
+    def ug_rounds(self) -> int:
+        """The most routed up / gate tasks that a CTA runs in the narrow form."""
+        return max(self.ug_tasks_of(cta) for cta in range(self.blocks))
+
+    @property
+    def shared_after_routing(self) -> bool:
+        """The shared expert's tasks run after the routing: no CTA has a lighter routed load."""
+        return len({self.ug_tasks_of(cta) for cta in range(self.blocks)}) == 1
+
+    def _shared_base(self, base: dict[str, int]) -> int:
+        """First CTA of the shared expert's window, the cheapest one (the lowest at a tie).
+
+        Cost, in this order: the most routed tasks of a CTA in the window; its router CTAs where
+        that equals the most of any CTA; its down CTAs; its router CTAs.
+        """
+        ctas = range(self.blocks)
+        load = [self.ug_tasks_of(cta) for cta in ctas]
+        most = max(load)
+        router = {(base["router"] + t) % self.blocks for t in range(self.router_tasks)}
+        down = {cta for cta in ctas if 0 <= cta - base["down"] < self.down_tasks}
+
+        def cost(first: int) -> tuple[int, ...]:
+            window = [(first + t) % self.blocks for t in range(self.shared_tasks)]
+            heaviest = max(load[cta] for cta in window)
+            routers = sum(cta in router for cta in window)
+            downs = sum(cta in down for cta in window)
+            return heaviest, routers if heaviest == most else 0, downs, routers, first
+
+        return min(ctas, key=cost)
+
+    # ------------------------------------------------------------------ LDS, in 4-byte words
+
+    @property
+    def xn8_row(self) -> int:
+        """Pitch of a token's MXFP8 normed row."""
+        return self.shape.hidden // 4 + ROW_PAD
+
+    @property
+    def xsc_row(self) -> int:
+        """Pitch of that row's scales, a word each."""
+        return self.shape.hidden // MX_BLOCK + ROW_PAD
+
+    @property
+    def mid_row(self) -> int:
+        """Pitch of a mid row in the wide form; the narrow form's are not padded."""
+        return self.shape.inter // 4 + ROW_PAD
+
+    @property
+    def midsc_row(self) -> int:
+        return self.shape.inter // MX_BLOCK + ROW_PAD
+
+    @property
+    def o_row(self) -> int:
+        """Pitch of a token's quantized attention row."""
+        return self.shape.o_k // 4 + ROW_PAD
+
+    @property
+    def partial_words(self) -> int:
+        """The split's partial outputs: every wave's [head][dim], fp32."""
+        return WAVES * self.shape.o_k
+
+    @property
+    def pool_words(self) -> int:
+        """The pool that the stages take turns with."""
+        s, slots = self.tokens, self.shape.model.top_k + 1
+        o_rows = s * self.o_row
+        if not self.wide:
+            mids = slots * self.shape.inter  # as bf16 pairs, then as MXFP8 with its scales
+            mid_words = mids // 2 + mids // 4 + mids // MX_BLOCK
+            return max(s * self.shape.hidden // 2, s * mid_words, o_rows)
+        up_gate = s * (self.xn8_row + self.xsc_row + self.shape.model.experts)
+        return max(
+            self.partial_words,
+            up_gate + THREADS * 4,
+            (slots * s + 1) * (self.mid_row + self.midsc_row),
+            o_rows,
+        )
+
+    @property
+    def union_max(self) -> int:
+        """The most distinct experts of the step, the shared one included."""
+        return self.shape.model.top_k * self.tokens + 1
+
+    @property
+    def lds_words(self) -> dict[str, int]:
+        """Words of each LDS array of a whole build (no timeline), in order of allocation."""
+        words = {
+            "pool": self.pool_words,
+            "red": THREADS * 4,
+            "q8": self.shape.o_k // 4,
+            "partials": 4 if self.wide else self.partial_words,
+            "heads": 2 * WAVES * self.shape.q_heads + WAVES,
+            "keys": THREADS,
+            "ranks": THREADS,
+            "blocks": 4,
+            "misc": O_ROWS * MAX_TOKENS,
+            "route": 8 * MAX_TOKENS,
+            "route_weight": 8 * MAX_TOKENS,
+        }
+        if self.wide:
+            words |= {
+                "union": self.union_max + 2,
+                "union_mask": self.union_max + 2,
+                "union_row": self.union_max * TILE_ROWS,
+                "union_weight": self.union_max * TILE_ROWS,
+            }
+        return words
+
+    @property
+    def lds_bytes(self) -> int:
+        """LDS of a whole build, each array 16-byte aligned, with a timeline's stamps."""
+        return sum(-(-n // 4) * 16 for n in self.lds_words.values()) + 8 * TL_POINTS
