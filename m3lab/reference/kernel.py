@@ -56,7 +56,7 @@ from m3lab.reference.selection import (
     select,
     sparse_table,
 )
-from m3lab.reference.shard import PlainLayer, RankShard
+from m3lab.reference.shard import RankShard
 
 __all__ = [
     "NEG",
@@ -67,7 +67,6 @@ __all__ = [
     "LayerStep",
     "MlpHalf",
     "NormedInput",
-    "PlainLayer",
     "PreAttention",
     "QuantizedRow",
     "RankShard",

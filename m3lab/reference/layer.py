@@ -30,8 +30,9 @@ from m3lab.reference.pre_attn import (
 )
 from m3lab.reference.router import Route, RouterScores, post_norm, route, router_scores
 from m3lab.reference.selection import TOPK_BLOCKS, Selection, select
-from m3lab.reference.shard import PlainLayer, RankShard
+from m3lab.reference.shard import RankShard
 from m3lab.shapes import ModelShape, RankShape
+from m3lab.weights import LayerWeights
 
 StaticScales = tuple[float, float]  # a static-scale cache's K and V scale
 
@@ -85,7 +86,7 @@ class LayerStep:
 
 
 def pre_attention(
-    layer: PlainLayer,
+    layer: LayerWeights,
     model: ModelShape,
     ar: Tensor,
     res: Tensor,
@@ -151,7 +152,7 @@ def score_rows(
 
 
 def attention_half(
-    layer: PlainLayer,
+    layer: LayerWeights,
     shape: RankShape,
     q: Tensor,
     h_in: Tensor,
@@ -241,13 +242,17 @@ def _split_row(
 
 
 def mlp_half(
-    layer: PlainLayer,
+    layer: LayerWeights,
     shape: RankShape,
     a: Tensor,
     h_in: Tensor,
     ranks: Sequence[int] | None = None,
+    shared_fp8: bool = False,
 ) -> MlpHalf:
-    """Post-attention norm to the layer's output; ``a`` and ``h_in`` bf16 values [S, hidden]."""
+    """Post-attention norm to the layer's output; ``a`` and ``h_in`` bf16 values [S, hidden].
+
+    ``shared_fp8``: the build whose shared expert is MXFP8.
+    """
     model = shape.model
     xn = post_norm(a, h_in, layer.g_post, model.rms_eps)
     x8, xsc = quantize_mxfp8(xn)
@@ -255,7 +260,7 @@ def mlp_half(
     routed = route(*scores, model.route_scale, model.shared_weight, model.top_k)
     mids, partials = [], []
     for rank in range(shape.tp) if ranks is None else ranks:
-        shard = RankShard(layer, shape, rank)
+        shard = RankShard(layer, shape, rank, shared_fp8)
         mids.append(
             expert_mids(x8, xsc, routed.experts, shard.w13, model.swiglu_limit, model.swiglu_alpha)
         )
@@ -264,7 +269,7 @@ def mlp_half(
 
 
 def layer_step(
-    layer: PlainLayer,
+    layer: LayerWeights,
     shape: RankShape,
     ar: Tensor,
     res: Tensor,
@@ -272,6 +277,7 @@ def layer_step(
     q_len: int = 1,
     ranks: Sequence[int] | None = None,
     static: StaticScales | None = None,
+    shared_fp8: bool = False,
 ) -> LayerStep:
     """The whole layer for one decode step of ``len(contexts) * q_len`` rows.
 
@@ -291,6 +297,5 @@ def layer_step(
     attention = attention_half(
         layer, shape, pre.q, pre.normed.h, rows, cached, scores, ranks, static
     )
-    return LayerStep(
-        pre, scores, attention, mlp_half(layer, shape, attention.a, pre.normed.h, ranks)
-    )
+    mlp = mlp_half(layer, shape, attention.a, pre.normed.h, ranks, shared_fp8)
+    return LayerStep(pre, scores, attention, mlp)

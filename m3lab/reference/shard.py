@@ -1,52 +1,42 @@
-"""One rank's rows and columns of the plain weights, as the references read them."""
+"""One rank's rows and columns of the plain weights, as the references read them.
+
+Views of ``LayerWeights``, not what a kernel reads (``weights.prepare`` makes that, apart from
+this): a mistake in either shows as a disagreement.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from m3lab.reference.experts import ExpertTable
-from m3lab.shapes import MX_BLOCK, RankShape
+from m3lab.shapes import RankShape
+from m3lab.weights import LayerWeights
+
+ExpertTables = tuple[Tensor, Tensor, Tensor, Tensor]  # w13, s13, w2, s2
 
 
-class PlainLayer(Protocol):
-    """What the references read of ``m3lab.weights.LayerWeights`` (shapes and formats there)."""
-
-    g_in: Tensor
-    g_post: Tensor
-    g_q: Tensor
-    g_k: Tensor
-    g_iq: Tensor
-    g_ik: Tensor
-    w_q: Tensor
-    s_q: Tensor
-    w_k: Tensor
-    s_k: Tensor
-    w_v: Tensor
-    s_v: Tensor
-    w_iq: Tensor
-    s_iq: Tensor
-    w_ik: Tensor
-    s_ik: Tensor
-    w_o: Tensor
-    s_o: Tensor
-    w_gate: Tensor
-    bias: Tensor
-    w13: Tensor
-    s13: Tensor
-    w2: Tensor
-    s2: Tensor
+def routed_tables(layer: LayerWeights, expert: int) -> ExpertTables:
+    """The whole model's tables of one entry; an absent one's scales are NaN, and so its values."""
+    w13, s13, w2, s2 = layer.w13, layer.s13, layer.w2, layer.s2
+    if w13 is None or s13 is None or w2 is None or s2 is None:
+        raise ValueError("the layer holds no experts, so its MLP half cannot be computed")
+    return w13[expert], s13[expert], w2[expert], s2[expert]
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """The o_proj columns and expert shards of ``rank``."""
+    """The o_proj columns and expert shards of ``rank``.
 
-    layer: PlainLayer
+    ``shared_fp8``: the shared expert is read from its MXFP8 tables, as that build of the kernel
+    does; else from MXFP4.
+    """
+
+    layer: LayerWeights
     shape: RankShape
     rank: int
+    shared_fp8: bool = False
 
     def heads(self, x: Tensor) -> Tensor:
         """This rank's query heads of ``x`` [..., heads, 128]."""
@@ -55,21 +45,27 @@ class RankShard:
 
     def w_o(self) -> Tensor:
         """E4M3 bytes [hidden, o_k]."""
-        n = self.shape.o_k
-        return self.layer.w_o[:, self.rank * n : (self.rank + 1) * n]
+        return self._columns(self.layer.w_o)
 
-    def w13(self, expert: int) -> ExpertTable:
-        """The gate rows, then the up rows: [2 * inter, hidden]."""
-        n = self.shape.inter
+    def w13(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Codes and E8M0 scales of the gate rows, then the up rows: [2 * inter, hidden]."""
+        codes, scales, _, _ = self._tables(expert)
+        return self._gate_up_rows(codes), self._gate_up_rows(scales)
 
-        def rows(table: Tensor) -> Tensor:
-            parts = table[expert].unflatten(0, (2, -1))[:, self.rank * n : (self.rank + 1) * n]
-            return parts.flatten(0, 1)
+    def w2(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Codes and E8M0 scales of the down columns: [hidden, inter]."""
+        _, _, codes, scales = self._tables(expert)
+        return self._columns(codes), self._columns(scales)
 
-        return rows(self.layer.w13), rows(self.layer.s13)
+    def _tables(self, expert: int) -> ExpertTables:
+        if expert != self.layer.shared_entry:
+            return routed_tables(self.layer, expert)
+        return self.layer.shared_mxfp8() if self.shared_fp8 else self.layer.shared_mxfp4()
 
-    def w2(self, expert: int) -> ExpertTable:
-        """[hidden, inter] columns: two elements a byte, one scale for 32."""
-        lo, hi = self.rank * self.shape.inter, (self.rank + 1) * self.shape.inter
-        codes = self.layer.w2[expert][:, lo // 2 : hi // 2]
-        return codes, self.layer.s2[expert][:, lo // MX_BLOCK : hi // MX_BLOCK]
+    def _columns(self, table: Tensor) -> Tensor:
+        """The rank's share of the last dim, whatever a column holds."""
+        return table.chunk(self.shape.tp, -1)[self.rank]
+
+    def _gate_up_rows(self, table: Tensor) -> Tensor:
+        gate, up = table.unflatten(0, (2, self.shape.tp, -1))[:, self.rank]
+        return torch.cat([gate, up])
