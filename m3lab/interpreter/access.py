@@ -1,0 +1,721 @@
+"""Loads, stores and fences: global memory through pointers and buffer resources, and LDS.
+
+Cache policy: an ``aux`` of a buffer access has SC0 = 1, NT = 2, SC1 = 16 (gfx940 and later); SC1 is
+device scope, SC0 | SC1 system scope. An LLVM atomic access has its ``syncscope``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from m3lab.interpreter import taint
+from m3lab.interpreter.errors import (
+    LdsRace,
+    Misaligned,
+    NonUniform,
+    OutOfBounds,
+    ProgramOrder,
+    StaleRead,
+)
+from m3lab.interpreter.machine import LANES, Active, Machine
+from m3lab.interpreter.memory import BASE, Allocation, _Miss
+from m3lab.interpreter.ops.pointer import type_bytes
+from m3lab.interpreter.order import DEVICE, NONE, SYSTEM, Violation
+from m3lab.interpreter.prepare import machine_op
+from m3lab.interpreter.program import Type
+
+_SC0, _SC1 = 1, 16
+_NO_LIMIT = 0xFFFFFFFF
+_ELEM = {
+    "i1": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
+    "i64": torch.int64, "index": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16,
+    "f32": torch.float32, "f64": torch.float64, "ptr<3>": torch.int32,
+}  # fmt: skip
+_SCOPES = {"": SYSTEM, "agent": DEVICE, "agent-one-as": DEVICE, "one-as": SYSTEM}
+_ACQUIRE, _RELEASE, _ACQ_REL = 4, 5, 6  # llvm::AtomicOrdering
+
+
+# ---------------------------------------------------------------------- raw bytes
+
+
+def _gather(views: dict[int, torch.Tensor], offset: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Bytes at ``offset`` (any shape) as int words: [..., k] of the widest aligned unit."""
+    unit = _unit(offset, nbytes)
+    if unit == nbytes:
+        flat = views[unit].index_select(0, (offset // unit).reshape(-1))
+        if unit == 16:
+            return flat.view(*offset.shape, 4)
+        return flat.view(*offset.shape, 1)
+    parts = []
+    for k in range(0, nbytes, unit):
+        flat = views[unit].index_select(0, ((offset + k) // unit).reshape(-1))
+        parts.append(flat.view(*offset.shape, -1))
+    return torch.cat(parts, -1)
+
+
+def _unit(offset: torch.Tensor, nbytes: int) -> int:
+    unit = nbytes & -nbytes
+    unit = min(unit, 16)
+    while unit > 1 and bool((offset % unit).any()):
+        unit //= 2
+    return unit
+
+
+def _typed(raw: torch.Tensor, t: Type) -> torch.Tensor:
+    """Gathered words as a value of type ``t``."""
+    dtype = _ELEM.get(t.elem, torch.int64)
+    value = raw.view(dtype) if raw.dtype != dtype else raw
+    if t.elem == "i1":
+        value = value != 0
+    return value if t.n else value.squeeze(-1)
+
+
+def _raw(value: torch.Tensor, nbytes: int, unit: int, vector: bool) -> torch.Tensor:
+    """A value's bytes as int words of ``unit`` bytes, [..., nbytes // unit]."""
+    if value.dtype == torch.bool:
+        value = value.to(torch.uint8)
+    if not vector:
+        value = value.unsqueeze(-1)
+    want = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int32}[unit]
+    value = value.contiguous()
+    return value.view(want) if value.dtype != want else value
+
+
+# ---------------------------------------------------------------------- global memory
+
+
+def _check_access(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, nbytes: int, live: Any
+) -> tuple[torch.Tensor, list[Allocation]]:
+    """Arena offsets safe to use (lanes off read byte 0) and the allocations they lie in."""
+    lane_off = offset
+    if live is not None:
+        if not bool(live.any()):
+            return torch.zeros((1, 1, 1), dtype=torch.int64, device=offset.device), []
+        some = live.expand(torch.broadcast_shapes(live.shape, offset.shape))
+        wide = offset.expand(some.shape)
+        fill = wide[some][0]
+        lane_off = torch.where(some, wide, fill)
+    lo, hi = int(lane_off.min()), int(lane_off.max()) + nbytes
+    memory = machine.memory
+    one = memory.check_span(lo, hi) if lo >= 0 else None
+    if one is not None:
+        found = [one]
+    else:
+        found = _locate(machine, op, act, lane_off, nbytes)
+    natural = min(nbytes & -nbytes, 4) if op.kind.startswith("rocdl") else _alignment(op, nbytes)
+    if natural > 1 and bool((lane_off % natural).any()):
+        bad = (lane_off % natural) != 0
+        at = machine.first(bad.expand(*bad.shape[:2], bad.shape[2]))
+        raise Misaligned(
+            f"{machine.line(op)}: a {nbytes}-byte access must be aligned to {natural} bytes; "
+            f"{machine.where(at)} uses {memory.describe(int(lane_off[at]))}"
+        )
+    return lane_off, found
+
+
+def _alignment(op: Any, nbytes: int) -> int:
+    return int(op.attrs.get("alignment", 1) or 1)
+
+
+def _locate(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, nbytes: int
+) -> list[Allocation]:
+    """Allocations of accesses that span several: first by wave, then lane by lane."""
+    memory = machine.memory
+    flat = offset.flatten(2) if offset.dim() > 3 else offset
+    lo, hi = flat.amin(2).flatten(), flat.amax(2).flatten() + nbytes
+    try:
+        return memory.locate_all(lo, hi)
+    except _Miss:
+        pass
+    lanes = flat.flatten()
+    try:
+        return memory.locate_all(lanes, lanes + nbytes)
+    except _Miss as miss:
+        c, w, lane = (int(i) for i in torch.unravel_index(torch.tensor(miss.index), flat.shape))
+        at = int(flat[c, w, lane])
+        where = memory.describe(at)
+        if memory.at(at) is not None:
+            where += ", and runs past its end"
+        raise OutOfBounds(
+            f"{machine.line(op)}: a {nbytes}-byte {op.kind} is out of bounds: "
+            f"{machine.where((c, w, lane))} touches {where}"
+        ) from None
+
+
+def _load(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, live: Any, scope: int, zero: Any
+) -> None:
+    """Load ``op``'s result from arena offsets. ``zero``: lanes that read 0 instead (or None)."""
+    t = op.types[0]
+    nbytes = type_bytes(t)
+    memory = machine.memory
+    safe, found = _check_access(machine, op, act, offset, nbytes, live)
+    if not found:  # no lane really loads
+        shape = (1, 1, 1, t.n) if t.n else (1, 1, 1)
+        dtype = torch.bool if t.elem == "i1" else _ELEM.get(t.elem, torch.int64)
+        machine.set(op.results[0], torch.zeros(shape, dtype=dtype, device=memory.device))
+        return
+    raw = _gather(memory.views, safe, nbytes)
+    if op.spin:
+        machine.last_poll = (op, safe, raw, live)
+    unknown: Any = None
+    if machine.checks.taint and any(a.tracked for a in found):
+        written = _gather(memory.defined_views, safe, nbytes)
+        if bool((written != -1).any()) if written.dtype != torch.uint8 else True:
+            mark = ~written
+            if zero is not None:
+                mark = torch.where(zero.unsqueeze(-1), torch.zeros_like(mark), mark)
+            unknown = taint._clean(_mark(mark, t))
+    if zero is not None and bool(zero.any()):
+        raw = torch.where(zero.unsqueeze(-1), torch.zeros_like(raw), raw)
+    machine.set(op.results[0], _typed(raw, t), unknown)
+    _count(machine, op, act, safe, nbytes, found, scope, live, "load")
+    order = machine.shared.order
+    if order is not None and any(a.written >= order.start for a in found):
+        _check_order(machine, op, act, safe, nbytes, live, scope)
+
+
+def _mark(mark: torch.Tensor, t: Type) -> torch.Tensor:
+    if t.elem == "i1":
+        return (mark != 0).squeeze(-1)
+    return _typed(mark, t).view(taint.int_dtype(_ELEM.get(t.elem, torch.int64)))
+
+
+def _check_order(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, nbytes: int, live: Any, scope: int
+) -> None:
+    """Stale reads and program order of the words just read."""
+    memory, order = machine.memory, machine.shared.order
+    assert order is not None
+    words = (nbytes + 3) // 4
+    index = offset // 4
+    entries = memory.writer.index_select(0, index.reshape(-1)).view(index.shape)
+    for k in range(1, words):  # the latest writer of any of the words
+        more = memory.writer.index_select(0, (index + k).reshape(-1)).view(index.shape)
+        entries = torch.maximum(entries, more)
+    if not bool((entries >> 24 >= order.start).any()):
+        return
+    shape = torch.broadcast_shapes(entries.shape, (act.shape[0], act.shape[1], 1))
+    if live is not None:
+        shape = torch.broadcast_shapes(shape, live.shape)
+    ids = machine.ctas.ids[act.rows].view(-1, 1, 1).expand(shape)
+    waves = act.waves.view(1, -1, 1).expand(shape)
+    entries = entries.expand(shape)
+    keep = live.expand(shape) if live is not None else None
+    flat = [(t[keep] if keep is not None else t.reshape(-1)) for t in (entries, ids, waves)]
+    whole = act.mask is None and len(act.waves) == machine.n_waves
+    bad = order.load(op.index, *flat, scope, op.spin, whole)
+    if bad is None:
+        return
+    at = bad.at if isinstance(bad, Violation) else bad[0]
+    positions = keep.nonzero() if keep is not None else None
+    if positions is not None:
+        where = tuple(int(i) for i in positions[at])
+    else:
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape))
+    place = memory.describe(int(offset.expand(shape)[where]))
+    if isinstance(bad, Violation):
+        if not machine.checks.stale:
+            return
+        source = machine.op_line(order.source(bad.seq))
+        raise StaleRead(
+            f"{machine.line(op)}: {place}, written by CTA {bad.writer} at {source}, "
+            f"{bad.why} ({machine.where(where)})"
+        )
+    if machine.checks.order and not machine.share_loop(op.index, bad[1]):
+        raise ProgramOrder(
+            f"{machine.line(op)}: {machine.where(where)} polls {place}, which only a later point "
+            f"of the program writes ({machine.op_line(bad[1])})"
+        )
+
+
+def _store(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, live: Any, scope: int, slot: int
+) -> None:
+    value = machine.vals[slot]
+    t = machine.program.slot_types[slot]
+    nbytes = type_bytes(t)
+    memory = machine.memory
+    if live is not None and not bool(live.any()):
+        return
+    machine.forbid_taint(slot, act, "a store", live)
+    safe, found = _check_access(machine, op, act, offset, nbytes, live)
+    unit = _unit(safe, nbytes)
+    words = _raw(value, nbytes, unit, t.n > 0)
+    shape = torch.broadcast_shapes(safe.shape, words.shape[:3])
+    if live is not None:
+        shape = torch.broadcast_shapes(shape, live.shape)
+    safe = safe.expand(shape)
+    words = words.expand(*shape, words.shape[-1])
+    if live is not None:
+        keep = live.expand(shape)
+        flat, data = safe[keep], words[keep]
+    else:
+        flat, data = safe.reshape(-1), words.reshape(-1, words.shape[-1])
+    for k in range(nbytes // unit):
+        index = (flat + k * unit) // unit
+        if unit == 16:
+            memory.views[16][index] = data[:, 4 * k : 4 * k + 4]
+        else:
+            memory.views[unit][index] = data[:, k]
+        if any(a.tracked for a in found):
+            memory.defined_views[unit][index] = -1 if unit > 1 else 0xFF
+    _note_store(machine, op, act, flat, nbytes, found, scope, live, shape)
+    _count(machine, op, act, safe, nbytes, found, scope, live, "store")
+
+
+def _note_store(
+    machine: Machine,
+    op: Any,
+    act: Active,
+    flat: torch.Tensor,
+    nbytes: int,
+    found: list[Allocation],
+    scope: int,
+    live: Any,
+    shape: Any,
+) -> None:
+    """Remember who wrote which words, and wake or accuse those who watch them."""
+    memory, order = machine.memory, machine.shared.order
+    seq = memory.stores
+    for a in found:
+        a.written = seq
+    if machine.shared.watched:
+        for word in (flat // 4).unique().tolist():
+            hit = machine.shared.watched.get(word) or machine.shared.watched.get(word + 1)
+            if hit is not None:
+                raise ProgramOrder(
+                    f"{hit}; only a later point of the program writes it ({machine.line(op)})"
+                )
+    if order is None:
+        memory.stores += 1
+        return
+    c, w, _ = act.shape
+    ids = machine.ctas.ids[act.rows].view(-1, 1).expand(c, w)
+    waves = act.waves.view(1, -1).expand(c, w)
+    picked = torch.ones((c, w), dtype=torch.bool, device=flat.device)
+    if live is not None:
+        picked = live.expand(torch.broadcast_shapes(live.shape, (c, w, 1))).any(-1)
+    entries = torch.zeros((c, w), dtype=torch.int64, device=flat.device)
+    entries[picked] = order.store(op.index, ids[picked], waves[picked], scope)
+    if shape[0] == 1:  # every CTA (or wave) stores the same words: one of them is named
+        entries = entries.amax(0, keepdim=True)
+    if shape[1] == 1:
+        entries = entries.amax(1, keepdim=True)
+    per_lane = entries.unsqueeze(-1).expand(shape)
+    chosen = per_lane[live.expand(shape)] if live is not None else per_lane.reshape(-1)
+    for k in range((nbytes + 3) // 4):
+        memory.writer[flat // 4 + k] = chosen
+
+
+def _count(
+    machine: Machine,
+    op: Any,
+    act: Active,
+    offset: torch.Tensor,
+    nbytes: int,
+    found: list[Allocation],
+    scope: int,
+    live: Any,
+    what: str,
+) -> None:
+    """Bytes asked for: a lane-uniform address counts once a wave."""
+    c, w, _ = act.shape
+    lanes = offset.shape[2]
+    if live is None:
+        n = c * w * lanes
+    else:
+        shape = torch.broadcast_shapes(live.shape, (1, 1, lanes))
+        reps = (c // shape[0]) * (w // shape[1])
+        n = int(live.expand(shape).sum()) * reps
+    names = {NONE: "cached", DEVICE: "device", SYSTEM: "system"}
+    buffer = found[0].name if found else "none"
+    machine.counters.access(op, "global", names[scope], buffer, what, n * nbytes, machine)
+
+
+# ---------------------------------------------------------------------- buffer resources
+
+
+@machine_op("rocdl.make.buffer.rsrc")
+def make_rsrc(machine: Machine, op: Any, act: Active) -> None:
+    """A buffer resource: (base address, bytes). Must be uniform over the wave."""
+    base, _, size, _ = (machine.vals[s] for s in op.operands)
+    size = size.to(torch.int64) & 0xFFFFFFFF
+    for name, part in (("base", base), ("size", size)):
+        if part.shape[2] > 1:
+            same = part == part[:, :, :1]
+            if act.mask is not None:
+                lane = act.mask.expand(*act.mask.shape[:2], LANES).to(torch.uint8).argmax(-1)
+                wide = part.expand(*torch.broadcast_shapes(part.shape, act.mask.shape))
+                index = lane.expand(wide.shape[:2]).unsqueeze(-1)
+                part = wide.gather(2, index)
+                same = (wide == part) | ~act.mask
+            else:
+                part = part[:, :, :1]
+            if not bool(same.all()):
+                at = machine.first(~same)
+                raise NonUniform(
+                    f"{machine.line(op)}: a buffer descriptor's {name} differs between the lanes "
+                    f"of a wave ({machine.where(at)}); the compiler would loop over the values"
+                )
+        if name == "base":
+            base = part
+        else:
+            size = part
+    machine.forbid_taint(op.operands[0], act, "a buffer's base")
+    machine.set(op.results[0], (base, size))
+
+
+def _buffer(
+    machine: Machine, op: Any, act: Active, first: int, nbytes: int
+) -> tuple[torch.Tensor, Any, Any]:
+    """(arena offsets, lanes that access memory, lanes out of range) of a raw buffer access."""
+    base, size = machine.vals[op.operands[first]]
+    voffset, soffset = (machine.vals[s] for s in op.operands[first + 1 : first + 3])
+    offset = voffset.to(torch.int64) & 0xFFFFFFFF
+    if soffset.numel() > 1 or int(soffset) != 0:
+        offset = offset + (soffset.to(torch.int64) & 0xFFFFFFFF)
+    live = act.mask
+    outside = None
+    if size.numel() > 1 or int(size) != _NO_LIMIT:
+        unlimited = size == _NO_LIMIT
+        outside = (offset + nbytes > size) & ~unlimited
+        if not bool(outside.any()):
+            outside = None
+        else:
+            live = ~outside if live is None else live & ~outside
+    for slot in op.operands[first + 1 : first + 3]:
+        machine.forbid_taint(slot, act, "an address", live)
+    return offset + (base - BASE), live, outside
+
+
+def _aux_scope(op: Any) -> int:
+    aux = int(op.attrs.get("aux", 0) or 0)
+    if aux & _SC1:
+        return SYSTEM if aux & _SC0 else DEVICE
+    return NONE
+
+
+@machine_op("rocdl.raw.ptr.buffer.load")
+def buffer_load(machine: Machine, op: Any, act: Active) -> None:
+    offset, live, outside = _buffer(machine, op, act, 0, type_bytes(op.types[0]))
+    _load(machine, op, act, offset, live, _aux_scope(op), outside)
+
+
+@machine_op("rocdl.raw.ptr.buffer.store")
+def buffer_store(machine: Machine, op: Any, act: Active) -> None:
+    offset, live, _ = _buffer(machine, op, act, 1, type_bytes(op.in_types[0]))
+    _store(machine, op, act, offset, live, _aux_scope(op), op.operands[0])
+
+
+# ---------------------------------------------------------------------- pointers
+
+
+def _pointer_scope(op: Any) -> int:
+    if not int(op.attrs.get("ordering", 0) or 0):
+        return NONE
+    return _SCOPES.get(str(op.attrs.get("syncscope", "")), NONE)
+
+
+@machine_op("llvm.load")
+def load(machine: Machine, op: Any, act: Active) -> None:
+    machine.forbid_taint(op.operands[0], act, "an address")
+    ptr = machine.vals[op.operands[0]]
+    if op.in_types[0].elem == "ptr<3>":
+        _lds_load(machine, op, act, ptr)
+        return
+    scope = _pointer_scope(op)
+    _load(machine, op, act, ptr - BASE, act.mask, scope, None)
+    if int(op.attrs.get("ordering", 0) or 0) in (_ACQUIRE, _ACQ_REL, 7):
+        _fence(machine, act, scope, True, False)
+
+
+@machine_op("llvm.store")
+def store(machine: Machine, op: Any, act: Active) -> None:
+    machine.forbid_taint(op.operands[1], act, "an address")
+    ptr = machine.vals[op.operands[1]]
+    if op.in_types[1].elem == "ptr<3>":
+        _lds_store(machine, op, act, ptr)
+        return
+    scope = _pointer_scope(op)
+    if int(op.attrs.get("ordering", 0) or 0) in (_RELEASE, _ACQ_REL, 7):
+        _fence(machine, act, scope, False, True)
+    _store(machine, op, act, ptr - BASE, act.mask, scope, op.operands[0])
+
+
+# ---------------------------------------------------------------------- fences and waits
+
+
+def _active_waves(machine: Machine, act: Active) -> tuple[torch.Tensor, torch.Tensor]:
+    c, w, _ = act.shape
+    ids = machine.ctas.ids[act.rows].view(-1, 1).expand(c, w)
+    waves = act.waves.view(1, -1).expand(c, w)
+    if act.mask is None:
+        return ids.reshape(-1), waves.reshape(-1)
+    some = act.mask.any(-1).expand(c, w)
+    return ids[some], waves[some]
+
+
+def _fence(machine: Machine, act: Active, scope: int, acquire: bool, release: bool) -> None:
+    if machine.shared.order is not None:
+        ids, waves = _active_waves(machine, act)
+        machine.shared.order.fence(ids, waves, scope, acquire, release)
+
+
+@machine_op("llvm.fence")
+def fence(machine: Machine, op: Any, act: Active) -> None:
+    """Agent and system scope order memory between CTAs. A workgroup fence does not: outside
+    tgsplit mode it waits for no global store (LLVM AMDGPU memory model, gfx942)."""
+    ordering = int(op.attrs.get("ordering", 0) or 0)
+    scope = _SCOPES.get(str(op.attrs.get("syncscope", "")), NONE)
+    acquire, release = ordering in (_ACQUIRE, _ACQ_REL, 7), ordering in (_RELEASE, _ACQ_REL, 7)
+    _fence(machine, act, scope, acquire, release)
+
+
+@machine_op("rocdl.s.waitcnt")
+def waitcnt(machine: Machine, op: Any, act: Active) -> None:
+    """vmcnt(0) means the wave's stores were acknowledged at their scope."""
+    field = int(next((v for v in op.attrs.values() if isinstance(v, int)), -1))
+    vmcnt = (field & 0xF) | ((field >> 14) & 0x3) << 4
+    if vmcnt == 0 and machine.shared.order is not None:
+        machine.shared.order.drain(*_active_waves(machine, act))
+
+
+@machine_op(
+    "rocdl.s.sleep", "rocdl.sched.barrier", "rocdl.sched.group.barrier", "rocdl.s.setprio",
+    "rocdl.iglp.opt", "rocdl.s.nop",
+)  # fmt: skip
+def nothing(machine: Machine, op: Any, act: Active) -> None:
+    """Scheduling hints: no effect on values."""
+
+
+@machine_op("llvm.call_intrinsic:llvm.amdgcn.s.memrealtime", "rocdl.s.memrealtime")
+def memrealtime(machine: Machine, op: Any, act: Active) -> None:
+    """The virtual clock in 10 ns ticks when one is attached, else 0."""
+    clock = machine.shared.clock
+    if clock is None:
+        value = torch.zeros((1, 1, 1), dtype=torch.int64, device=machine.device)
+    else:
+        value = clock.ticks(machine, act)
+    machine.set(op.results[0], value)
+
+
+@machine_op("gpu.block_id")
+def block_id(machine: Machine, op: Any, act: Active) -> None:
+    grid = machine.program.grid
+    index = machine.ctas.blocks[act.rows].view(-1, 1, 1)
+    dim = str(op.attrs["dimension"]).rstrip(">")[-1]
+    if dim == "x":
+        value = index % grid[0]
+    elif dim == "y":
+        value = index // grid[0] % grid[1]
+    else:
+        value = index // (grid[0] * grid[1])
+    machine.set(op.results[0], value)
+
+
+# ---------------------------------------------------------------------- LDS
+
+
+def _lds_address(
+    machine: Machine, op: Any, act: Active, ptr: torch.Tensor, nbytes: int
+) -> tuple[torch.Tensor, Any]:
+    """Checked byte addresses in the CTA's LDS (lanes off: a safe one) and the live mask."""
+    live = act.mask
+    addr = ptr
+    if live is not None and addr.numel() > 1:
+        if not bool(live.any()):
+            return addr[:1, :1, :1] * 0, live
+        wide = torch.broadcast_shapes(live.shape, addr.shape)
+        some, addr = live.expand(wide), addr.expand(wide)
+        addr = torch.where(some, addr, addr[some][0])
+    lo, hi = int(addr.min()), int(addr.max())
+    if lo < 0 or hi + nbytes > machine.program.lds_bytes:
+        bad = (addr < 0) | (addr + nbytes > machine.program.lds_bytes)
+        at = machine.first(bad)
+        raise OutOfBounds(
+            f"{machine.line(op)}: LDS byte {int(addr[at])} (+{nbytes}) is outside the CTA's "
+            f"{machine.program.lds_bytes} bytes ({machine.where(at)})"
+        )
+    need = min(_alignment(op, nbytes), nbytes & -nbytes)
+    if need > 1 and bool((addr % need).any()):
+        at = machine.first((addr % need) != 0)
+        raise Misaligned(
+            f"{machine.line(op)}: LDS byte {int(addr[at])} must be aligned to {need} bytes for a "
+            f"{nbytes}-byte access ({machine.where(at)})"
+        )
+    return addr, live
+
+
+def _lds_flat(machine: Machine, act: Active, addr: torch.Tensor) -> torch.Tensor:
+    """Byte offsets into the routine's LDS storage: [c, w | 1, 64 | 1]."""
+    rows = act.rows.view(-1, 1, 1)
+    return rows * (machine.lds.words * 4) + addr
+
+
+def _lds_load(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
+    t = op.types[0]
+    nbytes = type_bytes(t)
+    addr, live = _lds_address(machine, op, act, ptr, nbytes)
+    offset = _lds_flat(machine, act, addr)
+    raw = _gather(machine.lds.views, offset, nbytes)
+    machine.counters.lds(op, addr, nbytes, act, machine, "load")
+    unknown: Any = None
+    checks = machine.checks
+    if checks.races or checks.taint:
+        unknown = _lds_read_checks(machine, op, act, offset, live, t, nbytes)
+    machine.set(op.results[0], _typed(raw, t), unknown)
+
+
+def _spread(
+    act: Active, offset: torch.Tensor, live: Any, words: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, Any]:
+    """Flat word indices of an LDS access with CTA row and wave of each, active lanes only."""
+    c, w, _ = act.shape
+    lanes = offset.shape[2]
+    shape = (c, w, max(lanes, 1 if live is None else live.shape[2]))
+    first = (offset // 4).expand(shape)
+    rows = act.rows.view(-1, 1, 1).expand(shape)
+    waves = act.waves.view(1, -1, 1).expand(shape)
+    keep = None
+    if live is not None:
+        keep = live.expand(shape)
+        first, rows, waves = first[keep], rows[keep], waves[keep]
+    first, rows, waves = first.reshape(-1), rows.reshape(-1), waves.reshape(-1)
+    if words > 1:
+        steps = torch.arange(words, device=first.device)
+        first = (first[:, None] + steps).reshape(-1)
+        rows = rows.repeat_interleave(words)
+        waves = waves.repeat_interleave(words)
+    return first, rows, waves, keep, shape
+
+
+def _lds_read_checks(
+    machine: Machine, op: Any, act: Active, offset: torch.Tensor, live: Any, t: Type, nbytes: int
+) -> Any:
+    words = (nbytes + 3) // 4
+    flat, rows, waves, keep, shape = _spread(act, offset, live, words)
+    never, raced = machine.lds.reads_race(flat, rows, waves)
+    if machine.checks.races and bool(raced.any()):
+        i = int(raced.nonzero()[0, 0])
+        _lds_race(machine, op, int(flat[i]), int(rows[i]), int(waves[i]), "reads", "changed")
+    if not machine.checks.taint or not bool(never.any()):
+        return None
+    lane_bad = never.view(-1, words)
+    mark = torch.zeros((*shape, words), dtype=torch.bool, device=flat.device)
+    if keep is not None:
+        mark[keep] = lane_bad
+    else:
+        mark = lane_bad.view(*shape, words)
+    bits = torch.where(mark, -1, 0).to(torch.int32)
+    if nbytes < 4:
+        bits = bits.to({1: torch.int8, 2: torch.int16}[nbytes])
+    return taint._clean(_mark(bits.contiguous(), t))
+
+
+def _lds_race(
+    machine: Machine, op: Any, word: int, row: int, wave: int, does: str, did: str
+) -> None:
+    byte = word % machine.lds.words * 4
+    name = next(
+        (g.name for g in machine.program.lds if g.offset <= byte < g.offset + g.nbytes), "LDS"
+    )
+    raise LdsRace(
+        f"{machine.line(op)}: wave {wave} {does} LDS byte {byte} ({name}) which another wave {did} "
+        f"since the last barrier (rank {int(machine.ctas.ranks[row])} "
+        f"CTA {int(machine.ctas.blocks[row])})"
+    )
+
+
+def _lds_store(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
+    slot = op.operands[0]
+    t = op.in_types[0]
+    nbytes = type_bytes(t)
+    if act.mask is not None and not bool(act.mask.any()):
+        return
+    machine.forbid_taint(slot, act, "a store to LDS")
+    addr, live = _lds_address(machine, op, act, ptr, nbytes)
+    offset = _lds_flat(machine, act, addr)
+    unit = _unit(offset, nbytes)
+    words = _raw(machine.vals[slot], nbytes, unit, t.n > 0)
+    c, w, _ = act.shape
+    lanes = max(offset.shape[2], words.shape[2], 1 if live is None else live.shape[2])
+    shape = (c, w, lanes)
+    offset = offset.expand(shape)
+    words = words.expand(*shape, words.shape[-1])
+    if live is not None:
+        keep = live.expand(shape)
+        flat, data = offset[keep], words[keep]
+    else:
+        flat, data = offset.reshape(-1), words.reshape(-1, words.shape[-1])
+    view = machine.lds.views[unit]
+    indices = [(flat + k) // unit for k in range(0, nbytes, unit)]
+    parts = [
+        data[:, 4 * k : 4 * k + 4] if unit == 16 else data[:, k] for k in range(nbytes // unit)
+    ]
+    if machine.checks.races:
+        old = [view.index_select(0, i) for i in indices]
+        _lds_write_checks(machine, op, act, offset, live, nbytes, unit, old, parts)
+    for i, part in zip(indices, parts, strict=True):
+        view[i] = part
+    if machine.checks.races and (c * w > c or lanes > 1):
+        _lds_same_store(machine, op, act, offset, live, view, indices, parts)
+    machine.counters.lds(op, addr, nbytes, act, machine, "store")
+
+
+def _lds_write_checks(
+    machine: Machine,
+    op: Any,
+    act: Active,
+    offset: torch.Tensor,
+    live: Any,
+    nbytes: int,
+    unit: int,
+    old: list[torch.Tensor],
+    new: list[torch.Tensor],
+) -> None:
+    words = (nbytes + 3) // 4
+    flat, rows, waves, _, _ = _spread(act, offset, live, words)
+    was = torch.cat([o.reshape(len(o), -1) for o in old], 1)
+    now = torch.cat([n.reshape(len(n), -1) for n in new], 1)
+    differs = was != now
+    if unit == 8:
+        differs = differs.repeat_interleave(2, 1)
+    elif unit < 4:
+        differs = differs.view(len(differs), words, -1).any(-1)
+    changed = differs.reshape(-1)
+    raced = machine.lds.writes_race(flat, rows, waves, changed)
+    if bool(raced.any()):
+        i = int(raced.nonzero()[0, 0])
+        _lds_race(
+            machine, op, int(flat[i]), int(rows[i]), int(waves[i]), "changes", "read or changed"
+        )
+
+
+def _lds_same_store(
+    machine: Machine,
+    op: Any,
+    act: Active,
+    offset: torch.Tensor,
+    live: Any,
+    view: torch.Tensor,
+    indices: list[torch.Tensor],
+    parts: list[torch.Tensor],
+) -> None:
+    """Two lanes of one store giving one word different values."""
+    for i, part in zip(indices, parts, strict=True):
+        got = view.index_select(0, i)
+        differ = got != part
+        if differ.dim() > 1:
+            differ = differ.any(1)
+        if bool(differ.any()):
+            at = int(differ.nonzero()[0, 0])
+            _, rows, waves, _, _ = _spread(act, offset, live, 1)
+            _lds_race(
+                machine, op, int(i[at]) * (machine.lds.data.numel() // view.shape[0]) // 4,
+                int(rows[at]), int(waves[at]), "changes", "(or another lane) changes",
+            )  # fmt: skip

@@ -1,0 +1,429 @@
+"""Executing a Program: every operation acts on all lanes of all active waves at once.
+
+A value is a torch tensor [ctas | 1, waves | 1, 64 | 1] (a vector has one more axis), kept at the
+smallest shape that broadcasts. An ``if`` or a loop that only some CTAs or waves enter runs on those
+alone (compaction): values captured by the region are cut to the active CTAs and waves on entry.
+A routine (a set of CTAs running one Program) is a Python generator; it yields where it must wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from m3lab.interpreter import taint
+from m3lab.interpreter.counters import Counters
+from m3lab.interpreter.errors import (
+    InterpreterError,
+    PartialMask,
+    Tainted,
+    UnknownOperation,
+)
+from m3lab.interpreter.lds import Lds
+from m3lab.interpreter.memory import Memory
+from m3lab.interpreter.order import Order
+from m3lab.interpreter.prepare import CONTROL, LANE_STEP, Code, Prepared
+
+LANES = 64
+Value = Any  # a tensor, or a tuple of tensors (buffer resources, struct results)
+
+
+@dataclass
+class Checks:
+    """Which checks run. Out-of-bounds and unknown operations are always errors."""
+
+    taint: bool = True
+    races: bool = True
+    stale: bool = True
+    order: bool = True
+    nan: bool = False
+    bank_conflicts: bool = True
+
+
+class Active:
+    """The CTAs and waves a region runs on, and which of their lanes are active.
+
+    ``rows``: indices into the routine's CTAs [c]; ``waves``: wave indices [w]; ``mask``: bool
+    [c | 1, w | 1, 64 | 1], None when every lane is active.
+    """
+
+    __slots__ = ("mask", "rows", "waves")
+
+    def __init__(self, rows: torch.Tensor, waves: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self.rows = rows
+        self.waves = waves
+        self.mask = mask
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.rows), len(self.waves), LANES
+
+
+@dataclass
+class Wait:
+    """What a routine yields when a loop cannot leave yet."""
+
+    op_index: int
+    line: str
+    detail: Callable[[], str]
+    version: int
+    kill: Callable[[], None]
+    words: torch.Tensor  # arena word numbers polled
+
+
+@dataclass
+class Pause:
+    """A point where another routine may be given its turn (barriers, in random schedules)."""
+
+    stage: str
+
+
+@dataclass
+class Ctas:
+    """Identity of a routine's CTAs: global number, rank, block index (1-D each)."""
+
+    ids: torch.Tensor
+    ranks: torch.Tensor
+    blocks: torch.Tensor
+
+
+@dataclass
+class Shared:
+    """What the routines of one run share."""
+
+    memory: Memory
+    order: Order | None
+    counters: Counters
+    checks: Checks
+    clock: Any = None
+    interleave: bool = False
+    watched: dict[int, str] = field(default_factory=dict)  # word -> the poll that gave up on it
+
+
+class Machine:
+    """One routine: a Program on a set of CTAs."""
+
+    def __init__(
+        self, prepared: Prepared, args: list[torch.Tensor], ctas: Ctas, shared: Shared
+    ) -> None:
+        self.prepared = prepared
+        self.program = prepared.program
+        self.shared = shared
+        self.memory = shared.memory
+        self.checks = shared.checks
+        self.counters = shared.counters
+        self.ctas = ctas
+        self.device = shared.memory.device
+        threads = 1
+        for d in self.program.block:
+            threads *= d
+        self.n_waves = (threads + LANES - 1) // LANES
+        self.vals: list[Value] = [None] * self.program.n_slots
+        self.taints: dict[int, Value] = {}
+        for slot, value in prepared.constants(self.device).items():
+            self.vals[slot] = value
+        for slot, value in zip(self.program.arg_slots, args, strict=True):
+            self.vals[slot] = value
+        self.lds = Lds(len(ctas.ids), self.program.lds_bytes, self.n_waves, self.device)
+        mask = None
+        if threads % LANES:
+            index = torch.arange(self.n_waves * LANES, device=self.device)
+            mask = (index < threads).view(1, self.n_waves, LANES)
+        self.full_mask = mask
+        self.act = Active(
+            torch.arange(len(ctas.ids), device=self.device),
+            torch.arange(self.n_waves, device=self.device),
+            mask,
+        )
+        self.stack: list[Active] = []
+        self.op: Any = None
+        self.last_poll: Any = None  # (load, arena offsets, words found, mask)
+        self.executed = 0
+        self.dead = False  # some CTAs were given up (deadlock diagnosis)
+
+    # ------------------------------------------------------------------ running
+
+    def run(self) -> Generator[Any, None, None]:
+        """Execute the whole kernel; yields Wait and Pause."""
+        yield from self.region(self.prepared.body, self.act)
+
+    def region(self, code: Code, act: Active) -> Generator[Any, None, list[Value]]:
+        """Run a region on ``act``; returns the terminator's operands."""
+        self.stack.append(act)
+        self.counters.region(code, act, self)
+        vals, taints = self.vals, self.taints
+        try:
+            for kind, fn, op in code.steps:
+                self.op = op
+                if kind == LANE_STEP:
+                    operands = [vals[s] for s in op.operands]
+                    result = fn(op, *operands)
+                    if taints:
+                        self.lane_taint(op, operands, result)
+                    if len(op.results) == 1:
+                        vals[op.results[0]] = result
+                    else:
+                        for s, v in zip(op.results, result, strict=True):
+                            vals[s] = v
+                elif kind == CONTROL:
+                    self.act = act
+                    yield from fn(self, op, act)
+                    self.op = op
+                else:
+                    self.act = act
+                    fn(self, op, act)
+                self.executed += 1
+                if op.last:
+                    for s in op.last:
+                        vals[s] = None
+                        if taints:
+                            taints.pop(s, None)
+            return [vals[s] for s in code.end.operands]
+        except InterpreterError:
+            raise
+        except GeneratorExit:
+            raise
+        except Exception as exc:
+            raise InterpreterError(
+                f"{self.op.kind} at {self.line(self.op)} could not be executed: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+        finally:
+            self.stack.pop()
+
+    def line(self, op: Any) -> str:
+        """The operation's source line, innermost frame first."""
+        frames = self.program.locs[op.loc]
+        if not frames:
+            return f"operation {op.index} ({op.kind})"
+        return " < ".join(f"{f.file}:{f.line}" for f in frames)
+
+    def where(self, index: tuple[int, int, int]) -> str:
+        """CTA, wave and lane of a position in the active tensors, in words."""
+        c, w, lane = index
+        row = int(self.act.rows[c])
+        rank, block = int(self.ctas.ranks[row]), int(self.ctas.blocks[row])
+        return f"rank {rank} CTA {block} wave {int(self.act.waves[w])} lane {lane}"
+
+    def first(self, bad: torch.Tensor) -> tuple[int, int, int]:
+        """Position of the first set element of a [c | 1, w | 1, 64 | 1] bool tensor."""
+        c, w, lane = (int(i) for i in bad.nonzero()[0][:3])
+        return c, w, lane
+
+    # ------------------------------------------------------------------ values
+
+    def set(self, slot: int, value: Value, unknown: Value = None) -> None:
+        self.vals[slot] = value
+        if unknown is not None:
+            self.taints[slot] = unknown
+
+    def lane_taint(self, op: Any, operands: list[Value], result: Value) -> None:
+        unknown = [self.taints.get(s) for s in op.operands]
+        if all(u is None for u in unknown):
+            return
+        t = taint.of(op, operands, unknown, result)
+        if t is None:
+            return
+        if len(op.results) == 1:
+            self.taints[op.results[0]] = t
+        else:
+            for s, part in zip(op.results, t, strict=True):
+                if part is not None:
+                    self.taints[s] = part
+
+    def active(self, act: Active, t: torch.Tensor) -> torch.Tensor:
+        """``t`` (bool, lanes) restricted to active lanes."""
+        return t if act.mask is None else t & act.mask
+
+    def forbid_taint(self, slot: int, act: Active, what: str, only: Any = None) -> None:
+        """Raise Tainted when an active lane's value in ``slot`` has a bit nothing wrote."""
+        t = self.taints.get(slot)
+        if t is None:
+            return
+        vector = self.program.slot_types[slot].n > 0
+        parts = t if isinstance(t, tuple) else (t,)
+        for part in parts:
+            if part is None:
+                continue
+            bad = self.active(act, taint.lanes(part, vector))
+            if only is not None:
+                bad = bad & only
+            if bool(bad.any()):
+                raise Tainted(
+                    f"{self.line(self.op)}: {what} depends on memory that nothing wrote "
+                    f"({self.where(self.first(bad.expand(act.shape)))})"
+                )
+
+    # ------------------------------------------------------------------ lane groups
+
+    def cross(self, fn: Any, op: Any, act: Active) -> None:
+        """A move between lanes: results from inactive lanes are unknown bits."""
+        operands = [self.vals[s] for s in op.operands]
+        result, source = fn(op, *operands, mask=act.mask)
+        unknown: Value = None
+        first = self.taints.get(op.operands[0]) if op.operands else None
+        if first is not None:
+            unknown = taint.moved(fn, op, operands, first, act.mask)
+        if self.checks.taint and source is not None and act.mask is not None:
+            mask = act.mask.expand(*act.mask.shape[:2], LANES)
+            lanes = source.expand(*torch.broadcast_shapes(source.shape, mask.shape))
+            mask = mask.expand(lanes.shape)
+            off = ~torch.gather(mask, 2, lanes.clamp(0, LANES - 1).to(torch.int64)) & mask
+            if bool(off.any()):
+                unknown = self._inactive(result, off, unknown)
+        results = result if isinstance(result, tuple) and len(op.results) > 1 else (result,)
+        marks = unknown if isinstance(unknown, tuple) and len(op.results) > 1 else (unknown,)
+        if len(marks) < len(results):
+            marks = marks + (None,) * (len(results) - len(marks))
+        for s, v, u in zip(op.results, results, marks, strict=True):
+            self.set(s, v, u)
+
+    def _inactive(self, result: Value, off: torch.Tensor, unknown: Value) -> Value:
+        if isinstance(result, tuple):
+            old = unknown if isinstance(unknown, tuple) else (None,) * len(result)
+            return tuple(self._inactive(r, off, u) for r, u in zip(result, old, strict=True))
+        if result.dtype == torch.bool:
+            return unknown
+        wide = off.unsqueeze(-1) if result.dim() > 3 else off
+        full = taint.full_like(result)
+        marked = torch.where(wide, full, torch.zeros_like(full))
+        return marked if unknown is None else marked | unknown
+
+    def matrix(self, fn: Any, op: Any, act: Active) -> None:
+        """A wave-wide operation: every lane of each participating wave must be active."""
+        if act.mask is not None:
+            some = act.mask.expand(act.mask.shape[0], act.mask.shape[1], LANES)
+            partial = some.any(-1) & ~some.all(-1)
+            if bool(partial.any()):
+                c, w = (int(i) for i in partial.nonzero()[0])
+                raise PartialMask(
+                    f"{self.line(op)}: {op.kind} runs with a part of the wave's lanes off "
+                    f"({self.where((c, w, 0))})"
+                )
+        operands = [self.vals[s] for s in op.operands]
+        result = fn(op, *operands)
+        self.set(op.results[0], result)
+        self.counters.matrix(op, act, self)
+        if self.taints and any(s in self.taints for s in op.operands):
+            self._matrix_taint(op, operands, result)
+
+    def _matrix_taint(self, op: Any, operands: list[Value], result: torch.Tensor) -> None:
+        """Row r of A, column r of B (16 x 16 forms: lane 16 g + r) make result (4 g + e, r)."""
+        hit: torch.Tensor | None = None
+        for place, slot in enumerate(op.operands):
+            t = self.taints.get(slot)
+            if t is None:
+                continue
+            m = taint.lanes(t, op.in_types[place].n > 0)
+            if "16x16" not in op.kind:
+                part = m.any(-1, keepdim=True).unsqueeze(-1).expand(*m.shape, result.shape[-1])
+            elif place == 2:
+                part = t != 0
+            else:
+                by_row = m.expand(*m.shape[:2], LANES).view(*m.shape[:2], 4, 16).any(2)
+                if place in (0, 3):  # A or its scale: rows
+                    part = by_row.view(*m.shape[:2], 4, 1, 4).expand(-1, -1, -1, 16, -1)
+                    part = part.reshape(*m.shape[:2], LANES, 4)
+                else:  # B or its scale: columns
+                    part = by_row.repeat(1, 1, 4).unsqueeze(-1)
+            hit = part if hit is None else hit | part
+        if hit is not None and bool(hit.any()):
+            full = taint.full_like(result)
+            self.taints[op.results[0]] = torch.where(hit, full, torch.zeros_like(full))
+
+    def barrier(self, op: Any, act: Active) -> None:
+        """All waves of each participating CTA must arrive with their full lanes."""
+        mask = act.mask
+        rows = act.rows
+        short = len(act.waves) != self.n_waves
+        if not short and mask is not None and mask is not self.full_mask:
+            m = mask.expand(act.shape)
+            need = m if self.full_mask is None else m | ~self.full_mask
+            some, every = m.flatten(1).any(1), need.flatten(1).all(1)
+            if bool((some & ~every).any()):
+                short = True
+                rows = rows[some & ~every]
+            else:
+                rows = rows[some]
+        if short:
+            row = int(rows[0])
+            raise PartialMask(
+                f"{self.line(op)}: barrier reached by a part of the CTA's lanes or waves only "
+                f"(rank {int(self.ctas.ranks[row])} CTA {int(self.ctas.blocks[row])})"
+            )
+        self.lds.barrier(rows)
+        if self.shared.order is not None:
+            self.shared.order.barrier(self.ctas.ids[rows])
+        self.counters.barrier(op, rows, self)
+
+    def op_line(self, index: int) -> str:
+        """Source line of the operation at a place in the program."""
+        return self.line(self.prepared.by_index(index))
+
+    def share_loop(self, a: int, b: int) -> bool:
+        """Both operations lie in one loop: which came first is then not told by their places."""
+        loops = self.prepared.loops
+        return bool(set(loops.get(a, ())) & set(loops.get(b, ())))
+
+    def poll_words(self) -> torch.Tensor:
+        """Arena words the last polling load of active lanes read."""
+        if self.last_poll is None:
+            return torch.zeros(0, dtype=torch.int64, device=self.device)
+        _, offsets, _, mask = self.last_poll
+        picked = offsets if mask is None else offsets.expand(mask.shape)[mask]
+        return (picked.reshape(-1) // 4).unique()
+
+    def poll_detail(self, op: Any, act: Active) -> str:
+        """What a stuck poll reads: region, words found, tag wanted."""
+        if self.last_poll is None:
+            return "a loop that loads nothing"
+        load, offsets, raw, _ = self.last_poll
+        live = torch.ones(act.shape, dtype=torch.bool, device=self.device)
+        if act.mask is not None:
+            live = act.mask.expand(act.shape)
+        index = self.first(live) if bool(live.any()) else (0, 0, 0)
+        self.act = act
+
+        def pick(t: torch.Tensor) -> torch.Tensor:
+            return t[tuple(min(i, n - 1) for i, n in zip(index, t.shape[:3], strict=True))]
+
+        offset = int(pick(offsets).reshape(-1)[0])
+        found = [int(v) for v in pick(raw).reshape(-1)]
+        wanted = sorted({int(pick(v).reshape(-1)[0]) for v in self._compared(op)})
+        return (
+            f"{self.where(index)} polls {self.memory.describe(offset)} with {load.kind}: "
+            f"found words {found}, compares with {wanted}"
+        )
+
+    def _compared(self, loop: Any) -> list[torch.Tensor]:
+        """Values from outside the loop that its integer comparisons use (the tags wanted)."""
+        outside = set(loop.codes[0].captures) | set(loop.codes[1].captures)
+        outside |= set(self.prepared.folded)
+        found = []
+        for _, _, o in loop.inner_steps:
+            if o.kind == "arith.cmpi" and o.attrs.get("predicate") in (0, 1):
+                for s in o.operands:
+                    v = self.vals[s]
+                    if s in outside and isinstance(v, torch.Tensor) and v.dtype != torch.bool:
+                        found.append(v)
+        return found
+
+    def give_up(self, rows: torch.Tensor) -> None:
+        """Take CTAs out of the run: every active mask on the stack loses them."""
+        self.dead = True
+        gone = torch.zeros(len(self.ctas.ids), dtype=torch.bool, device=self.device)
+        gone[rows] = True
+        for act in self.stack:
+            keep = ~gone[act.rows].view(-1, 1, 1)
+            act.mask = keep if act.mask is None else act.mask & keep
+
+
+def unknown_operation(machine: Machine, op: Any) -> None:
+    raise UnknownOperation(
+        f"{machine.line(op)}: the interpreter does not know {op.kind} "
+        f"({', '.join(map(str, op.in_types))} -> {', '.join(map(str, op.types))}); add it to "
+        "m3lab/interpreter/ops (a lane, cross-lane or matrix function) or as a machine operation"
+    )
