@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+import traceback
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from m3lab.shapes import CacheLayout, ModelShape, RankShape
+
+if TYPE_CHECKING:
+    from m3lab.step import DecodeStep, StepResult
+    from m3lab.verify import Verdict
 
 BUILT_TOKENS = 4  # the narrow form's rows; wider builds come with the wide stages
 BUILT_TP = (4,)
@@ -111,3 +118,85 @@ class Case:
         data = json.loads(text)
         data["model"] = tuple((name, value) for name, value in data["model"])
         return cls(**data)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Build, prepare, run and verify ``case`` here; its row's fields. Raises nothing foreseen."""
+    from m3lab.interpreter.errors import InterpreterError
+
+    try:
+        return _measure(case)
+    except InterpreterError as exc:
+        return {"status": "failed", "error": f"{type(exc).__name__}: {exc}"}
+    except Exception as exc:
+        where = traceback.extract_tb(exc.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        return {"status": "error", "error": f"{type(exc).__name__}: {exc} ({at})"}
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    from m3lab import isa_report
+    from m3lab.floors import step_floors
+    from m3lab.step import DecodeStep, build_for
+
+    clock = time.perf_counter()
+    step = DecodeStep(
+        case.shape,
+        case.tokens,
+        context=case.context,
+        q_len=case.q_len,
+        npes=case.npes,
+        pad_rows=case.pad_rows,
+        layout=case.layout,
+        until=case.until,
+        seed=case.seed,
+        backend=case.backend,
+    )
+    built = build_for(step, emit=("program", "asm", "size"))
+    build_s = time.perf_counter() - clock
+    with step.prepare():
+        prepare_s = time.perf_counter() - clock - build_s
+        result = step.run(**_checks(case))
+        verdicts = step.verify(result)
+        verdicts += [_repeated(step, result, i) for i in range(1, case.repetitions)]
+    figures = isa_report.figures_of(built)
+    floors = step_floors(step.shape, step.seq_lens, step.npes, step.layout)
+    failed = [v for v in verdicts if not v.passed] + figures.problems()
+    return {
+        "status": "failed" if failed else "passed",
+        "error": None if not failed else f"{len(failed)} checks failed, first: {failed[0]}",
+        "checks_passed": sum(v.passed for v in verdicts),
+        "checks_failed": sum(not v.passed for v in verdicts),
+        "build_s": build_s,
+        "build_cached": built.cached,
+        "prepare_s": prepare_s,
+        "interpreter_wall_s": result.seconds,
+        **_errors(verdicts),
+        "verdicts": json.dumps([asdict(v) for v in verdicts]),
+        "counters": json.dumps(result.report.counters.summary()),
+        "isa": json.dumps(asdict(figures)),
+        "floors": json.dumps({name: asdict(floor) for name, floor in floors.items()}),
+    }
+
+
+def _checks(case: Case) -> dict[str, Any]:
+    """Options of the interpreter's run."""
+    from m3lab.interpreter import Checks
+
+    return {} if case.checks else {"checks": Checks.none()}
+
+
+def _repeated(step: DecodeStep, first: StepResult, schedule: int) -> Verdict:
+    """A further run under another schedule must publish the very same bits."""
+    from m3lab.verify import same_bits
+
+    return same_bits(first, step.run(seed=schedule, cta_groups=8), schedule)
+
+
+def _errors(verdicts: list[Verdict]) -> dict[str, float]:
+    """The worst error per intermediate and reference, as flat columns."""
+    worst: dict[str, float] = {}
+    for v in verdicts:
+        name = f"{v.against}_{v.name}"
+        worst[name] = max(worst.get(name, 0.0), v.error)
+    return worst

@@ -1,0 +1,260 @@
+"""The house style and the figures of a report. Each figure's title states what it found.
+
+Functions take a run's cases (see ``m3lab.tables``) and give a matplotlib figure; ``save`` writes
+it as SVG and PNG. Measured, modelled and interpreter figures never share a style, and an
+interpreter's wall time is never called a kernel's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from m3lab import tables
+from m3lab.sweep.results import Run, write_atomic
+from m3lab.verify import STAGE_BOUND
+
+# Okabe and Ito's palette: told apart with every common form of colour blindness.
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#7A7A7A"
+PALETTE = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY)
+INK, FAINT = "#222222", "#D9D9D9"
+WIDTH = 9.0  # inches: a report column
+EXACT_ZERO = 1e-9  # where an error of 0 is drawn on a log axis
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": mpl.cycler(color=PALETTE),
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "figure.dpi": 110,
+    "savefig.dpi": 160,
+    "savefig.bbox": "tight",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "m3lab",
+}
+
+
+def figure(title: str, columns: int = 1, height: float = 3.6, **options: Any) -> tuple[Any, Any]:
+    """(figure, axes) in the house style; ``title`` is the finding."""
+    with mpl.rc_context(STYLE):
+        fig = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = fig.subplots(1, columns, **options)
+        fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", wrap=True)
+    return fig, axes
+
+
+def save(fig: Figure, folder: Path, name: str) -> list[Path]:
+    """Write ``folder/name.svg`` and ``.png``; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    with mpl.rc_context(STYLE):
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            write_atomic(path, lambda p: fig.savefig(p, metadata=metadata))  # noqa: B023
+    return paths
+
+
+def show(make: Callable[[pd.DataFrame], Figure], run: Run, save_figures: bool = False) -> Any:
+    """The figure ``make`` gives for the run's cases, for a notebook cell.
+
+    ``save_figures`` also keeps it in the run's ``figures/``. A run with no finished case gets a
+    sentence instead.
+    """
+    from IPython.display import SVG, Markdown
+
+    if tables.finished(run.cases).empty:
+        return Markdown("*No case ran to its end: nothing to draw.*")
+    fig = make(run.cases)
+    if save_figures:
+        save(fig, run.path / "figures", make.__name__)
+    text = StringIO()
+    with mpl.rc_context(STYLE):
+        fig.savefig(text, format="svg", metadata={"Date": None})
+    return SVG(data=text.getvalue())
+
+
+def accuracy(cases: pd.DataFrame) -> Figure:
+    """Relative L2 of every intermediate against the kernel reference, a dot a comparison."""
+    every = tables.verdicts(cases)
+    every = every[(every["against"] == "stage") & every["name"].isin(tables.INTERMEDIATES)]
+    names = [n for n in tables.INTERMEDIATES if n in set(every["name"])]
+    fig, axis = figure(_accuracy_title(every), height=0.45 * len(names) + 1.6)
+    with mpl.rc_context(STYLE):
+        spread = np.random.default_rng(0)
+        for y, name in enumerate(names):
+            for npes, colour, shift in ((1, BLUE, -0.14), (0, ORANGE, 0.14)):
+                rows = every[(every["name"] == name) & ((every["npes"] == 1) == (npes == 1))]
+                x = rows["error"].clip(lower=EXACT_ZERO)
+                jitter = y + shift + spread.uniform(-0.1, 0.1, len(rows))
+                axis.scatter(x, jitter, s=12, color=colour, alpha=0.6, linewidths=0)
+        axis.axvline(STAGE_BOUND, color=VERMILION, linewidth=1.5)
+        axis.text(STAGE_BOUND * 1.15, -0.6, "bound 2e-3", color=VERMILION, va="center")
+        axis.set(xscale="log", xlim=(EXACT_ZERO / 2, 2e-2), ylim=(len(names) - 0.4, -0.9))
+        axis.set_yticks(range(len(names)), names)
+        axis.set_xlabel("relative L2 error against the kernel reference (leftmost: exactly 0)")
+        axis.xaxis.grid(True)
+        _legend(axis, {"solo": BLUE, "four ranks": ORANGE})
+    return fig
+
+
+def _accuracy_title(every: pd.DataFrame) -> str:
+    if every.empty:
+        return "No case ran to its comparison with the kernel reference"
+    failed = int((~every["passed"]).sum())
+    worst = every.loc[every["error"].idxmax()]
+    if failed:
+        return f"{failed} of {len(every)} comparisons exceed their bound, {worst['name']} the most"
+    if worst["error"] == 0:
+        return "Every intermediate equals the kernel reference bit for bit"
+    return (
+        f"Every intermediate agrees with the kernel reference; the worst, {worst['name']}, is "
+        f"{STAGE_BOUND / worst['error']:.0f} times under the bound"
+    )
+
+
+def bytes_over_floor(cases: pd.DataFrame) -> Figure:
+    """Bytes moved beside the floor, by class, against tokens; the longest context of each."""
+    data = tables.moved_bytes(cases)
+    data = data[data["npes"] == data["npes"].max()]
+    data = data[data["context"] == data["context"].max()].drop_duplicates(["tokens", "class"])
+    fig, axes = figure(_bytes_title(data), columns=len(tables.CLASSES), height=3.3)
+    with mpl.rc_context(STYLE):
+        for axis, name in zip(axes, tables.CLASSES, strict=True):
+            rows = data[data["class"] == name].sort_values("tokens")
+            x = np.arange(len(rows))
+            axis.bar(x, rows["moved"] / 1e6, width=0.6, color=SKY, label="moved")
+            axis.hlines(rows["floor"] / 1e6, x - 0.38, x + 0.38, color=INK, linewidth=2)
+            for i, ratio, top in zip(x, rows["ratio"], rows["moved"] / 1e6, strict=True):
+                axis.text(i, top, f"{ratio:.1f}×", ha="center", va="bottom", fontsize=9)
+            axis.set_xticks(x, rows["tokens"])
+            axis.set(title=name, xlabel="tokens")
+            axis.title.set_fontsize(10)
+            axis.margins(y=0.15)
+            axis.yaxis.grid(True)
+        axes[0].set_ylabel("MB per rank and step")
+        _legend(axes[-1], {"moved": SKY, "floor": INK}, loc="upper left")
+    return fig
+
+
+def _bytes_title(data: pd.DataFrame) -> str:
+    if data.empty:
+        return "No bytes counted yet"
+    ratio = data.groupby("class")["ratio"].max()
+    ranks = "four ranks" if data["npes"].iloc[0] > 1 else "solo"
+    return (
+        f"Weights move {ratio['weights']:.1f} times their floor, the KV cache "
+        f"{ratio['KV cache']:.1f} times ({ranks}, context {data['context'].iloc[0]:,})"
+    )
+
+
+def isa_mix(cases: pd.DataFrame) -> Figure:
+    """Static instructions by class, a bar a build."""
+    mix = tables.isa_mix(cases)
+    figures = tables.builds(cases).values()
+    clean = all(not f.vgpr_spills and not f.scratch_bytes for f in figures)
+    title = "No build spills a VGPR or uses scratch" if clean else "Some builds spill to memory"
+    most = mix["total"].max()
+    fig, axis = figure(f"{title}; the longest has {most:,} instructions", 1, 0.36 * len(mix) + 1.8)
+    classes = [c for c in mix.columns if c != "total"]
+    order = sorted(classes, key=lambda c: -mix[c].sum())
+    with mpl.rc_context(STYLE):
+        left = np.zeros(len(mix))
+        for name, colour in zip(order, (*PALETTE, *_TINTS), strict=False):
+            values = mix[name].astype(float).to_numpy()
+            axis.barh(range(len(mix)), values, left=left, color=colour, label=name, height=0.7)
+            left += values
+        axis.set_yticks(range(len(mix)), mix.index)
+        axis.invert_yaxis()
+        axis.xaxis.grid(True)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axis.set_xlabel("instructions in the gfx950 assembly")
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+    return fig
+
+
+_TINTS = ("#99C7E0", "#F5D999", "#99D8C7", "#EEBF99", "#EBC9DC", "#BBDDF6", "#BDBDBD", "#333333")
+
+
+def stage_work(cases: pd.DataFrame) -> Figure:
+    """Wave operations per stage against tokens, the longest context of each."""
+    data = tables.stage_work(cases)
+    data = data[data["npes"] == data["npes"].max()]
+    data = data[data["context"] == data["context"].max()]
+    data = data.drop_duplicates(["tokens", "stage"])
+    grid = data.pivot(index="stage", columns="tokens", values="wave operations").fillna(0)
+    grid = grid.loc[grid.sum(axis=1).sort_values(ascending=False).index]
+    share = grid.iloc[0].sum() / grid.to_numpy().sum()
+    title = f"{grid.index[0]} makes {share:.0%} of the operations that the interpreter executed"
+    fig, axis = figure(title, height=0.5 * len(grid) + 1.6)
+    with mpl.rc_context(STYLE):
+        height = 0.8 / len(grid.columns)
+        for i, tokens in enumerate(grid.columns):
+            y = np.arange(len(grid)) + (i - (len(grid.columns) - 1) / 2) * height
+            label = f"{tokens} token{'s' * (tokens > 1)}"
+            axis.barh(y, grid[tokens], height=height * 0.9, color=PALETTE[i], label=label)
+        axis.set_yticks(range(len(grid)), grid.index)
+        axis.invert_yaxis()
+        axis.xaxis.grid(True)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:,.0f} k"))
+        axis.set_xlabel("wave operations per rank and step, at the interpreter's level")
+        axis.legend()
+    return fig
+
+
+def interpreter_wall(cases: pd.DataFrame) -> Figure:
+    """What the interpreter took, against context: a figure about this tool, not about the GPU."""
+    data = tables.finished(cases)
+    plain = (data["q_len"] == 1) & (data["pad_rows"] == 0) & (data["page_stride"] == 8)
+    data = data[plain & ~data["static_scale"].astype(bool)]
+    worst = data["interpreter_wall_s"].max()
+    fig, axes = figure(
+        f"Interpreter wall time, not a GPU time: {worst:.0f} s at most", columns=2, sharey=True
+    )
+    with mpl.rc_context(STYLE):
+        for axis, (solo, name) in zip(axes, ((True, "solo"), (False, "four ranks")), strict=True):
+            rows = data[data["solo"].astype(bool) == solo]
+            for i, (tokens, group) in enumerate(rows.groupby("tokens")):
+                group = group.sort_values("context")
+                x = range(len(group))
+                label = f"{tokens} token{'s' * (tokens > 1)}"
+                axis.plot(x, group["interpreter_wall_s"], "o:", color=PALETTE[i], label=label)
+                axis.set_xticks(x, [f"{c:,}" for c in group["context"]])
+            axis.set(title=name, xlabel="context, keys", ylim=(0, None))
+            axis.yaxis.grid(True)
+        axes[0].set_ylabel("interpreter wall time, s")
+        if axes[0].get_legend_handles_labels()[0]:
+            axes[0].legend(loc="upper left")
+    return fig
+
+
+def _legend(axis: Axes, entries: dict[str, str], **options: Any) -> None:
+    marks = [
+        Line2D([], [], color=colour, marker="o", linestyle="", label=label)
+        for label, colour in entries.items()
+    ]
+    axis.legend(handles=marks, **({"loc": "upper left"} | options))

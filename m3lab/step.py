@@ -1,0 +1,530 @@
+"""DecodeStep: one decode step of one layer, from shapes to verdicts. The one driver of the package.
+
+It makes (or takes) weights, inputs and contexts, lays them out as the kernel reads them, writes the
+indexer's scores into their region as a separate scorer would, launches every rank, and reads the
+published regions back. It holds no stage's arithmetic: that is the kernel's and the references';
+the comparison of the two is ``m3lab.verify``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from m3lab.build import Build, build_cached, spec_key
+from m3lab.caches import KVContext, PagedCaches, random_context
+from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
+from m3lab.memory import PeerBuffers, Scratch, StepCounter
+from m3lab.reference import kernel as ref
+from m3lab.reference.pre_attn import block_scores
+from m3lab.shapes import MAX_TOKENS, CacheLayout, ModelShape, RankShape
+from m3lab.weights import LayerWeights, PreparedLayer, prepare, random_layer
+
+if TYPE_CHECKING:
+    from m3lab.interpreter import Memory, RunReport
+    from m3lab.verify import Verdict
+
+BACKENDS = ("auto", "interpreter", "hip")
+BUILT_STAGES = ("output",)
+SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
+NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
+POINTER_ALIGN = 16  # the widest load of the kernel
+
+
+@dataclass
+class StepInputs:
+    """A step's tensors for the whole model, plain: what a serving engine would hold.
+
+    ``h_in`` bf16 [tokens, hidden]; ``q`` bf16 [tokens, q_heads, 128] after norm and RoPE; ``iq``
+    bf16 [tokens, index_heads, 128]; ``contexts`` one per live request. ``scores``: fp32
+    [tokens, index_heads, blocks] block scores, or None to have the reference make them from
+    ``iq``.
+    """
+
+    h_in: Tensor
+    q: Tensor
+    iq: Tensor
+    contexts: list[KVContext]
+    scores: Tensor | None = None
+
+
+@dataclass
+class RankViews:
+    """What one rank published, as plain tensors; None where this build does not publish it.
+
+    ``sp_o`` fp32 (bf16 values) [tokens, 8, heads, 128]; ``sp_m``, ``sp_l`` fp32
+    [tokens, 8, heads]; ``table`` int32 [tokens, 130]; ``attnq`` uint8 [tokens, o_k] with
+    ``attnq_s`` fp32 [tokens]; ``partials`` fp32 (bf16 values) [npes, tokens, hidden]: every rank's
+    o_proj rows as pushed to this one; ``a`` and ``h_mid`` fp32 (bf16 values) [tokens, hidden].
+    ``missing``: regions with a pair whose tag is not this launch's.
+    """
+
+    sp_o: Tensor
+    sp_m: Tensor
+    sp_l: Tensor
+    table: Tensor
+    attnq: Tensor | None
+    attnq_s: Tensor | None
+    partials: Tensor
+    a: Tensor
+    h_mid: Tensor | None
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StepResult:
+    """One launch of every rank: its views, the interpreter's report, wall seconds (not a GPU's)."""
+
+    ranks: list[RankViews]
+    step: int
+    report: RunReport
+    seconds: float
+
+
+@lru_cache(maxsize=2)
+def _random_attention_layer(model: ModelShape, seed: int) -> LayerWeights:
+    return random_layer(model, seed, experts=None)
+
+
+class DecodeStep:
+    """One layer's decode step of ``tokens`` rows on ``npes`` ranks of a ``shape.tp``-wide shard.
+
+    ``context``: keys a request's last row sees, its own new tokens included: one number, or one per
+    live request. A request has ``q_len`` consecutive rows; the last ``pad_rows`` rows are padding.
+    ``npes`` is 1 (rank 0 alone, its partial sum as the result) or ``shape.tp``. ``until`` names the
+    stage the build stops after. Call ``prepare``, then ``run`` as often as wanted, then ``verify``.
+
+    Raises ValueError with one sentence for anything out of range.
+    """
+
+    def __init__(
+        self,
+        shape: RankShape | None = None,
+        tokens: int = 1,
+        *,
+        context: int | Sequence[int] = 2048,
+        q_len: int = 1,
+        npes: int | None = None,
+        pad_rows: int = 0,
+        layout: CacheLayout | None = None,
+        until: str | None = "output",
+        seed: int = 0,
+        layer: int = 3,
+        backend: str = "auto",
+        memory: Memory | None = None,
+    ) -> None:
+        self.shape = shape or RankShape()
+        self.model = self.shape.model
+        self.tokens, self.q_len, self.pad_rows = tokens, q_len, pad_rows
+        self.npes = self.shape.tp if npes is None else npes
+        self.layout = layout or CacheLayout()
+        self.until, self.seed, self.layer = until, seed, layer
+        self._check_build(backend)
+        self.requests = (tokens - pad_rows) // q_len
+        self.context = self._contexts_of(context)
+        self.seq_lens = self._row_lengths()
+        self._memory = memory
+        self._ranks: list[_Rank] = []
+
+    # --- what may be asked for ---
+
+    def _check_build(self, backend: str) -> None:
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int):
+            raise ValueError(f"tokens must be an integer in 1..{MAX_TOKENS}, got {self.tokens!r}")
+        if not 1 <= self.tokens <= MAX_TOKENS:
+            raise ValueError(f"tokens must be in 1..{MAX_TOKENS}, got {self.tokens}")
+        if self.q_len < 1 or self.tokens % self.q_len:
+            raise ValueError(
+                f"tokens must be a multiple of q_len >= 1, got tokens {self.tokens}, "
+                f"q_len {self.q_len}"
+            )
+        if not 0 <= self.pad_rows < self.tokens or self.pad_rows % self.q_len:
+            raise ValueError(
+                f"pad_rows must be a multiple of q_len {self.q_len} in 0..{self.tokens - 1}, "
+                f"got {self.pad_rows}"
+            )
+        if self.npes not in (1, self.shape.tp):
+            raise ValueError(
+                f"npes must be 1 (solo) or the TP width {self.shape.tp}, got {self.npes}"
+            )
+        if self.until not in (None, *BUILT_STAGES):
+            raise ValueError(f"until must be one of {', '.join(BUILT_STAGES)}, got {self.until!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        if backend == "hip":
+            raise ValueError(
+                "backend 'hip' is not built yet; use 'interpreter' (or 'auto', which takes it)"
+            )
+
+    def _contexts_of(self, context: int | Sequence[int]) -> list[int]:
+        each = [context] * self.requests if isinstance(context, int) else list(context)
+        if len(each) != self.requests:
+            raise ValueError(
+                f"context must be one number or one per live request ({self.requests}), "
+                f"got {len(each)}"
+            )
+        for n in each:
+            if isinstance(n, bool) or not self.q_len <= n <= self.model.max_context:
+                raise ValueError(
+                    f"context must be in {self.q_len}..{self.model.max_context} "
+                    f"(a request's own new tokens count), got {n}"
+                )
+        return each
+
+    def _row_lengths(self) -> list[int]:
+        """Keys each row sees: row j of a request of q rows sees n - (q - 1 - j); padding rows 0."""
+        rows = [n - (self.q_len - 1 - j) for n in self.context for j in range(self.q_len)]
+        return rows + [0] * self.pad_rows
+
+    # --- weights, inputs, memory ---
+
+    def random_inputs(self) -> StepInputs:
+        """Inputs drawn from the seed; every request has keys of its own."""
+        gen = torch.Generator().manual_seed(self.seed * 1_000_003 + 17)
+        m = self.model
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen).bfloat16()
+
+        return StepInputs(
+            h_in=normal(self.tokens, m.hidden),
+            q=normal(self.tokens, m.q_heads, m.head_dim),
+            iq=normal(self.tokens, m.index_heads, m.index_dim),
+            contexts=[
+                random_context(m, n, seed=self.seed, request=i, static=self.layout.static_scale)
+                for i, n in enumerate(self.context)
+            ],
+        )
+
+    def prepare(
+        self, inputs: StepInputs | None = None, weights: LayerWeights | None = None
+    ) -> DecodeStep:
+        """Make or take inputs and weights, choose blocks, fill caches, build the kernel."""
+        self.inputs = inputs or self.random_inputs()
+        check_inputs(self, self.inputs)
+        self.weights = weights or _random_attention_layer(self.model, self.seed)
+        self.scores = self._block_scores()
+        self.selections = [
+            [self._select(rank, row) for row in range(self.tokens)] for rank in range(self.npes)
+        ]
+        self.block_table = self._block_table()
+        self.build = build_for(self)
+        if self._memory is None:
+            from m3lab.interpreter import Memory
+
+            self._memory = Memory()
+        self.peers = PeerBuffers(self.shape, self._memory, self.npes)
+        self._ranks = [_Rank(self, rank, self._memory) for rank in range(self.npes)]
+        return self
+
+    def _request_of(self, row: int) -> int | None:
+        """The live request of ``row``; None for a padding row."""
+        return None if row >= self.requests * self.q_len else row // self.q_len
+
+    def _block_scores(self) -> list[list[Tensor | None]]:
+        """[rank][row]: fp32 [blocks] scores, None where all blocks are kept unscored."""
+        out: list[list[Tensor | None]] = []
+        for rank in range(self.npes):
+            head = rank * self.model.index_heads // self.shape.tp
+            rows: list[Tensor | None] = []
+            for row in range(self.tokens):
+                blocks = ref.context_blocks(self.seq_lens[row])[1]
+                request = self._request_of(row)
+                if request is None or blocks <= self.model.topk_blocks:
+                    rows.append(None)
+                elif self.inputs.scores is not None:
+                    rows.append(self.inputs.scores[row, head, :blocks].float())
+                else:
+                    rows.append(self._reference_scores(row, request, head, blocks))
+            out.append(rows)
+        return out
+
+    def _reference_scores(self, row: int, request: int, head: int, blocks: int) -> Tensor:
+        ctx = self.inputs.contexts[request]
+        keys = torch.stack([ctx.index_k(b) for b in range(blocks)])
+        return block_scores(
+            self.inputs.iq[row, head], keys, self.seq_lens[row], self.model.sm_scale
+        )
+
+    def _select(self, rank: int, row: int) -> ref.Selection:
+        context, blocks = ref.context_blocks(self.seq_lens[row])
+        m = self.model
+        return ref.select(
+            self.scores[rank][row], blocks, context, m.init_blocks, m.local_blocks, m.topk_blocks
+        )
+
+    def _block_table(self) -> Tensor:
+        """int32 [tokens, width]: distinct shuffled ids for the blocks some rank selects.
+
+        Block 0 is the padding rows' page; blocks nobody selects share a few ids of blocks that are
+        never written, so that a stray read is caught as a read of unwritten memory.
+        """
+        width = max(ref.context_blocks(n)[1] for n in self.seq_lens)
+        used: set[tuple[int, int]] = set()
+        for row in range(self.tokens):
+            request = self._request_of(row)
+            if request is not None:
+                for rank in range(self.npes):
+                    used |= {(request, b) for b in self.selections[rank][row].blocks.tolist()}
+        gen = torch.Generator().manual_seed(self.seed + 99)
+        self.n_blocks = 1 + SPARE_BLOCKS + len(used)
+        ids = (1 + torch.randperm(self.n_blocks - 1, generator=gen)).tolist()
+        spare, ids = ids[:SPARE_BLOCKS], ids[SPARE_BLOCKS:]
+        self.block_ids = dict(zip(sorted(used), ids, strict=True))
+        table = torch.zeros(self.tokens, width, dtype=torch.int32)
+        for row in range(self.tokens):
+            request = self._request_of(row)
+            if request is None:
+                continue
+            for b in range(ref.context_blocks(self.context[request])[1]):
+                table[row, b] = self.block_ids.get((request, b), spare[b % SPARE_BLOCKS])
+        return table
+
+    # --- launching and reading back ---
+
+    def run(self, **options: Any) -> StepResult:
+        """Launch every rank once and read what they published.
+
+        ``options`` go to ``m3lab.interpreter.run`` (checks, seed, cta_groups, delay ...). Every run
+        is a new step: tags never repeat on the same scratch.
+        """
+        from m3lab.interpreter import Launch, run
+
+        if not self._ranks:
+            self.prepare()
+        launches = []
+        for rank in self._ranks:
+            rank.begin_step()
+            args = rank.arguments()
+            check_pointers(args)
+            launches.append(Launch(self.build.program, list(args.values()), rank.rank))
+        clock = time.perf_counter()
+        report = run(launches, self._memory, **options)
+        seconds = time.perf_counter() - clock
+        views = [rank.views() for rank in self._ranks]
+        return StepResult(views, self._ranks[0].counter.value, report, seconds)
+
+    def verify(self, result: StepResult) -> list[Verdict]:
+        """Every published intermediate against the kernel reference, and the end against exact."""
+        from m3lab.verify import verify
+
+        return verify(self, result)
+
+    def close(self) -> None:
+        """Free the step's device memory. Idempotent."""
+        for rank in self._ranks:
+            rank.free()
+        if self._ranks:
+            self.peers.free()
+        self._ranks = []
+
+    def __enter__(self) -> DecodeStep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Rank:
+    """One rank's device memory: weights, caches, tables, scratch, outputs."""
+
+    def __init__(self, step: DecodeStep, rank: int, memory: Memory) -> None:
+        self.step, self.rank = step, rank
+        m, shape = step.model, step.shape
+        self.prepared: PreparedLayer = prepare(step.weights, shape, rank)
+        self.scratch = Scratch(shape, memory, rank)
+        self.counter = StepCounter(memory, rank)
+        self.caches = PagedCaches(shape, step.layout, memory, rank, step.n_blocks)
+        self._fill_caches()
+        heads = slice(rank * shape.q_heads, (rank + 1) * shape.q_heads)
+        place = {
+            "h_in": step.inputs.h_in,
+            "q": step.inputs.q[:, heads].contiguous(),
+            "block_table": step.block_table,
+            "seq_lens": torch.tensor(step.seq_lens, dtype=torch.int32),
+            "w_o": self.prepared.w_o,
+            "s_o": self.prepared.s_o,
+        }
+        self.placed = {name: memory.place(name, t, rank=rank) for name, t in place.items()}
+        row_bytes = step.tokens * m.hidden * 2
+        for name in ("h_mid", "ar_out"):
+            self.placed[name] = memory.alloc(name, row_bytes, rank=rank)
+
+    def _fill_caches(self) -> None:
+        """The blocks this rank's rows select, and the padding rows' page 0."""
+        step = self.step
+        used: dict[int, set[int]] = {}
+        for row in range(step.tokens):
+            request = step._request_of(row)
+            if request is not None:
+                chosen = step.selections[self.rank][row].blocks.tolist()
+                used.setdefault(request, set()).update(chosen)
+        for request, blocks in used.items():
+            order = sorted(blocks)
+            ids = [step.block_ids[request, b] for b in order]
+            self.caches.fill(step.inputs.contexts[request], order, ids, parts=("kv",))
+        if step.pad_rows:
+            self.caches.fill(padding_context(step), [0], [0], parts=("kv",))
+
+    def begin_step(self) -> None:
+        """A new tag; the indexer's scores under it; no output left from the step before."""
+        self.counter.increment()
+        step = self.step
+        for name in ("h_mid", "ar_out"):
+            self.placed[name].write(NAN_BF16.repeat(step.tokens, step.model.hidden))
+        for row, scores in enumerate(step.scores[self.rank]):
+            if scores is not None:
+                self.scratch.put("iscore", (row, 0), scores, self.counter.value, step.layer)
+
+    def arguments(self) -> dict[str, int]:
+        """The kernel's arguments by name, in order; 0 for what this build does not read."""
+        step, caches = self.step, self.caches
+        given = {name: allocation.addr for name, allocation in self.placed.items()}
+        given |= {
+            "k_cache": caches.k_addr,
+            "v_cache": caches.v_addr,
+            "k_scale": caches.k_scale_addr,
+            "v_scale": caches.v_scale_addr,
+            "scratch": self.scratch.addr,
+            "sym": step.peers.addr(self.rank),
+            "peers": step.peers.table_addr(self.rank),
+            "step": self.counter.addr,
+            "rank": self.rank,
+            "layer": step.layer,
+            "bt_width": step.block_table.shape[1],
+            "q_len": step.q_len,
+        }
+        return {name: given.get(name, 0) for name in ARG_NAMES}
+
+    def views(self) -> RankViews:
+        """Read every region this build publishes."""
+        step, heads, dim = self.step, self.step.shape.q_heads, self.step.model.head_dim
+        n, missing = step.tokens, []
+
+        def region(name: str) -> Tensor:
+            values, current = self.scratch.view(
+                name, step=self.counter.value, layer=step.layer, tokens=n
+            )
+            if current is not None and not bool(current.all()):
+                missing.append(name)
+            return values
+
+        partials, current = step.peers.view(
+            self.rank, "attn", step=self.counter.value, layer=step.layer, tokens=n
+        )
+        if not bool(current.all()):
+            missing.append("attn")
+        attnq_s = region("attnq_s") if n > 1 else None
+        h_mid = self.placed["h_mid"].read(torch.bfloat16, (n, step.model.hidden)).float()
+        return RankViews(
+            sp_o=region("sp_o").float().reshape(n, 8, heads, dim),
+            sp_m=region("sp_m").reshape(n, 8, heads),
+            sp_l=region("sp_l").reshape(n, 8, heads),
+            table=region("sparse_table").reshape(n, -1),
+            attnq=region("attnq").reshape(n, -1) if n > 1 else None,
+            attnq_s=None if attnq_s is None else attnq_s.reshape(n),
+            partials=partials.float().reshape(step.npes, n, -1),
+            a=region("a").float().reshape(n, -1),
+            h_mid=h_mid if publishes_h_mid(n) else None,
+            missing=missing,
+        )
+
+    def free(self) -> None:
+        for allocation in self.placed.values():
+            allocation.free()
+        self.scratch.free()
+        self.counter.free()
+        self.caches.free()
+
+
+def publishes_h_mid(tokens: int) -> bool:
+    """Whether the output projection writes h_mid: at 1 and from 12 tokens the router does."""
+    return 2 <= tokens <= 11
+
+
+def padding_context(step: DecodeStep) -> KVContext:
+    """What page 0 holds for padding rows: one whole finite block, no request's."""
+    return random_context(
+        step.model,
+        step.model.sparse_block,
+        seed=step.seed,
+        request=1_000,
+        static=step.layout.static_scale,
+    )
+
+
+def build_for(step: DecodeStep, emit: Sequence[str] = ("program",)) -> Build:
+    """The kernel of this step, in the parts ``emit`` names (see ``build``); cached."""
+    parameters = kernel_parameters(step)
+    return build_cached(
+        spec_key({"kernel": "post_attn", **parameters}),
+        lambda: _launcher(parameters),
+        emit=emit,
+    )
+
+
+def kernel_parameters(step: DecodeStep) -> dict[str, Any]:
+    """Keyword arguments of ``build_post_attn_kernel`` for this step."""
+    m = step.model
+    return {
+        "npes": step.npes,
+        "sm_scale": m.sm_scale,
+        "eps": m.rms_eps,
+        "route_scale": m.route_scale,
+        "shared_weight": m.shared_weight,
+        "swiglu_limit": m.swiglu_limit,
+        "init_blocks": m.init_blocks,
+        "local_blocks": m.local_blocks,
+        "tokens": step.tokens,
+        "shape": step.shape,
+        "cache": step.layout,
+        "until": step.until,
+    }
+
+
+def _launcher(parameters: dict[str, Any]) -> tuple[Any, list[int]]:
+    from m3lab.kernels.post_attn import build_post_attn_kernel, trace_args
+
+    return build_post_attn_kernel(**parameters), trace_args()
+
+
+def check_inputs(step: DecodeStep, inputs: StepInputs) -> None:
+    """ValueError naming the first tensor whose dtype or shape is not what the step needs."""
+    m, n = step.model, step.tokens
+    expected = {
+        "h_in": (torch.bfloat16, (n, m.hidden)),
+        "q": (torch.bfloat16, (n, m.q_heads, m.head_dim)),
+        "iq": (torch.bfloat16, (n, m.index_heads, m.index_dim)),
+    }
+    if inputs.scores is not None:
+        blocks = max(ref.context_blocks(k)[1] for k in step.seq_lens)
+        expected["scores"] = (torch.float32, (n, m.index_heads, blocks))
+    for name, (dtype, shape) in expected.items():
+        tensor = getattr(inputs, name)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must be {str(dtype).removeprefix('torch.')} {list(shape)}, "
+                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
+    lengths = [ctx.length for ctx in inputs.contexts]
+    if lengths != step.context:
+        raise ValueError(
+            f"contexts must hold {step.context} keys, one context per live request, got {lengths}"
+        )
+
+
+def check_pointers(args: dict[str, int]) -> None:
+    """ValueError for a tensor argument whose address no 16-byte load may use."""
+    for name, value in args.items():
+        if name not in INT32_ARGS and value % POINTER_ALIGN:
+            raise ValueError(
+                f"{name}: the address must be a multiple of {POINTER_ALIGN}, got {value:#x}"
+            )

@@ -1,0 +1,153 @@
+"""From a run's rows to executed notebooks and ``report.html``.
+
+papermill executes the committed notebooks unchanged, with the run's folder as their parameter;
+nbconvert turns the executed ``20_report`` into one HTML file with no outside reference. What the
+notebooks show is theirs and ``m3lab.tables`` / ``m3lab.plots``'.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from m3lab import tables
+from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, write_atomic
+
+REPORT = "20_report"
+GOOD, BAD = "#00735C", "#B3261E"
+
+
+def make_report(folder: Path, notebooks: Sequence[str] = (REPORT,)) -> Path | None:
+    """Execute ``notebooks`` for the run in ``folder``; the path of ``report.html`` when made.
+
+    ResultsError names the notebook and its error when one does not run to its end.
+    """
+    load_run(folder)
+    page = None
+    for name in notebooks:
+        notebook = execute(NOTEBOOK_DIR / f"{name}.ipynb", folder)
+        if name == REPORT:
+            page = folder / "report.html"
+            text = to_html(notebook, title=f"M3 Lab: {folder.name}")
+            write_atomic(page, lambda p: p.write_text(text))  # noqa: B023
+    return page
+
+
+def execute(source: Path, folder: Path) -> Any:
+    """Run notebook ``source`` on the run in ``folder``, keep it there, and return it."""
+    import nbformat
+    import papermill
+
+    def run(target: Path) -> None:
+        try:
+            papermill.execute_notebook(
+                str(source),
+                str(target),
+                parameters={"run": ".", "save_figures": True},
+                cwd=str(folder),
+                kernel_name="python3",
+                progress_bar=False,
+            )
+        except papermill.PapermillExecutionError as exc:
+            raise ResultsError(f"notebook {source.name} failed: {exc.ename}: {exc.evalue}") from exc
+        notebook = nbformat.read(target, as_version=4)
+        for key in ("input_path", "output_path"):  # where it ran is nobody's business
+            notebook.metadata.get("papermill", {}).pop(key, None)
+        nbformat.write(notebook, target)
+
+    write_atomic(folder / source.name, run)
+    return nbformat.read(folder / source.name, as_version=4)
+
+
+def to_html(notebook: Any, title: str) -> str:
+    """The notebook's prose and outputs, its code left out, as one page of HTML."""
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(template_name="basic", exclude_input=True, embed_images=True)
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    exporter.exclude_anchor_links = True
+    body, _ = exporter.from_notebook_node(notebook)
+    return _PAGE.replace("{title}", html.escape(title)).replace("{body}", body)
+
+
+def banner(run: Run) -> Any:
+    """The verdict line as a coloured banner, for a notebook cell."""
+    from IPython.display import HTML
+
+    cases = run.cases
+    good = len(cases) > 0 and bool((cases["status"] == "passed").all())
+    colour = GOOD if good else BAD
+    line = tables.verdict_line(cases)
+    if run.meta.get("interrupted") and run.meta.get("end"):
+        line += "; the sweep was stopped before its end"
+    return HTML(
+        f'<p class="verdict" style="background:{colour};color:white;padding:.7em 1em;'
+        f'border-radius:4px;font-size:1.15em"><b>{"PASSED" if good else "NOT PASSED"}</b>: '
+        f"{html.escape(line)}.</p>"
+    )
+
+
+def environment(run: Run) -> pd.DataFrame:
+    """What made the run, as a two-column table."""
+    meta, made = run.meta, run.meta["environment"]
+    git = made["git"]
+    revision = git["revision"][:12] if git["revision"] else "unknown"
+    if git["dirty"]:
+        revision += " with uncommitted changes"
+    versions = ", ".join(f"{k} {v}" for k, v in made["versions"].items() if v and k != "m3lab")
+    rows = {
+        "run": run.name,
+        "parameters": meta["params_file"],
+        "seed": str(meta["seed"]),
+        "device": made["device"],
+        "host": f"{made['cpus']} CPUs, {made['cpu']}, {made['platform']}",
+        "revision": revision,
+        "M3 Lab": f"{made['versions']['m3lab']} (code {made['code']})",
+        "Python": made["python"],
+        "packages": versions,
+        "start, end (UTC)": f"{meta['start']}, {meta['end'] or 'not reached'}",
+    }
+    return pd.DataFrame({"": rows.values()}, index=pd.Index(rows.keys()))
+
+
+def parameters(run: Run) -> str:
+    """The run's parameters as indented JSON text."""
+    return json.dumps(run.meta["parameters"], indent=1)
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body { margin: 0; background: #f4f4f2; color: #222; font: 16px/1.5 system-ui, "Segoe UI",
+       "DejaVu Sans", sans-serif; }
+main { max-width: 1080px; margin: 2rem auto; padding: 1rem 2.5rem 3rem; background: white;
+       border-radius: 6px; box-shadow: 0 1px 4px rgba(0,0,0,.12); }
+h1 { font-size: 1.9rem; margin-bottom: .3rem; }
+h2 { margin-top: 2.4rem; padding-top: .8rem; border-top: 1px solid #ddd; font-size: 1.35rem; }
+svg, img { max-width: 100%; height: auto; }
+table { border-collapse: collapse; border: 0; font-size: .86rem; margin: 1rem 0; }
+.jp-RenderedHTMLCommon, .output_html, .output_subarea { overflow-x: auto; }
+th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .3rem .7rem; text-align: right;
+         vertical-align: top; font-variant-numeric: tabular-nums; }
+thead th { border-bottom: 2px solid #999; white-space: nowrap; }
+tbody th { text-align: left; font-weight: 600; white-space: nowrap; }
+table.words td { text-align: left; }
+tbody tr:hover { background: #f2f7fb; }
+pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .82rem; }
+.prompt, .anchor-link { display: none; }
+</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""

@@ -1,0 +1,220 @@
+"""Verdicts: what a launch published against the references, stage by stage and end to end.
+
+Each stage of the kernel reference is fed with the kernel's own published inputs to that stage, so
+that one flipped rounding upstream does not spoil the stages after it; integers must be equal. The
+chained and the exact comparison are reported with a looser bound. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from m3lab.formats import e4m3_decode
+from m3lab.reference import kernel as ref
+from m3lab.reference.compare import rel_l2
+
+if TYPE_CHECKING:
+    from m3lab.step import DecodeStep, RankViews, StepResult
+
+STAGE_BOUND = 2e-3  # relative L2 of a stage fed with the kernel's own inputs (model.md)
+EXACT_ALARM = 1.2e-1  # relative L2 of the kernel's result against the exact reference (model.md)
+ORDER = ("sparse_table", "sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "a_sum", "h_mid")
+
+Against = Literal["stage", "chained", "exact"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison. ``error``: relative L2, or the count of unequal values where ``bound`` is 0.
+
+    ``against`` "stage": the kernel reference on the kernel's own inputs; "chained": the kernel
+    reference from the step's inputs on; "exact": the fp32 reference. ``row`` None: all rows.
+    """
+
+    name: str
+    rank: int
+    row: int | None
+    against: Against
+    error: float
+    bound: float | None
+    passed: bool
+    note: str = ""
+
+
+def verify(step: DecodeStep, result: StepResult) -> list[Verdict]:
+    """Every verdict of one launch, ranks in order."""
+    w_o = [_rank_w_o(step, rank) for rank in range(step.npes)]
+    own = [_partial_reference(step, v, w_o[r]) for r, v in enumerate(result.ranks)]
+    verdicts = []
+    for rank, views in enumerate(result.ranks):
+        verdicts += list(_published(rank, views))
+        verdicts += list(_attention(step, views, rank))
+        verdicts += list(_output(step, views, rank, own))
+    verdicts += list(_end_to_end(step, result, w_o))
+    return verdicts
+
+
+def same_bits(first: StepResult, other: StepResult, schedule: int) -> Verdict:
+    """Whether two launches of one step published the same bits everywhere (NaN equals NaN)."""
+    unequal = 0
+    for a, b in zip(first.ranks, other.ranks, strict=True):
+        for name in ("sp_o", "sp_m", "sp_l", "table", "attnq", "attnq_s", "partials", "a", "h_mid"):
+            x, y = getattr(a, name), getattr(b, name)
+            if x is not None:
+                unequal += int(
+                    (x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum()
+                )
+    note = f"schedule {schedule} against the first run"
+    return Verdict("repeat", 0, None, "stage", float(unequal), 0.0, unequal == 0, note)
+
+
+def _close(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
+    error = rel_l2(got, want)
+    return Verdict(name, rank, row, "stage", error, STAGE_BOUND, error <= STAGE_BOUND)
+
+
+def _equal(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
+    unequal = int((got != want).sum())
+    return Verdict(name, rank, row, "stage", float(unequal), 0.0, unequal == 0)
+
+
+def _published(rank: int, views: RankViews) -> Iterator[Verdict]:
+    """Every region holds this launch's tag in every pair."""
+    for name in views.missing:
+        yield Verdict(
+            name, rank, None, "stage", float("inf"), 0.0, False, "not published by this launch"
+        )
+
+
+def _attention(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdict]:
+    """Selection, split and merge of every row of one rank."""
+    for row in range(step.tokens):
+        yield _selection(step, views, rank, row)
+        partials = _split_reference(step, rank, row)
+        yield _close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
+        yield _close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
+        yield _close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
+        if views.attnq is not None and views.attnq_s is not None:
+            merged = ref.merge(views.sp_o[row], views.sp_m[row], views.sp_l[row])
+            got = e4m3_decode(views.attnq[row]) * views.attnq_s[row]
+            yield _close("attnq", rank, row, got, e4m3_decode(merged.bytes) * merged.scale)
+
+
+def _output(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) -> Iterator[Verdict]:
+    """What one rank received, summed and finished. ``own``: every rank's reference rows."""
+    for source, rows in enumerate(own):
+        yield _close("partial", rank, None, views.partials[source], rows)
+    yield _close("a", rank, None, views.a, ref.all_reduce(own))
+    yield _equal("a_sum", rank, None, views.a, ref.all_reduce(views.partials))
+    if views.h_mid is not None:
+        h_mid = ref.h_mid(views.a, step.inputs.h_in)
+        yield _close("h_mid", rank, None, views.h_mid, h_mid)
+
+
+def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdict:
+    """Page ids and the sparse context length, bit for bit."""
+    chosen = step.selections[rank][row]
+    table = ref.sparse_table(chosen.blocks, step.block_table[row], step.layout.page_stride)
+    used = 8 * len(chosen.blocks)
+    got = torch.cat([views.table[row, :used], views.table[row, 128:129]])
+    want = torch.cat([table[:used], torch.tensor([chosen.n_ctx], dtype=torch.int32)])
+    return _equal("sparse_table", rank, row, got, want)
+
+
+def _without_masked(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """Maxima of partitions with a valid key; where there is none both must hold NEG exactly."""
+    masked = want <= ref.NEG
+    if torch.equal(got[masked], want[masked]):
+        return got[~masked], want[~masked]
+    return got, want
+
+
+def selected_kv(step: DecodeStep, rank: int, row: int) -> tuple[Tensor, ...]:
+    """(k bytes, k scale, v bytes, v scale) of the row's selected keys, this rank's kv head."""
+    from m3lab.step import padding_context
+
+    request = step._request_of(row)
+    ctx = padding_context(step) if request is None else step.inputs.contexts[request]
+    head = step.shape.kv_range(rank)[0]
+    blocks = step.selections[rank][row].blocks.tolist()
+    k = torch.cat([ctx.k(b)[:, head] for b in blocks])
+    v = torch.cat([ctx.v(b)[:, head] for b in blocks])
+    if step.layout.static_scale:
+        return k, torch.tensor(ctx.k_scale_static), v, torch.tensor(ctx.v_scale_static)
+    k_scale = torch.cat([ctx.k_scale(b)[:, head] for b in blocks])
+    v_scale = torch.cat([ctx.v_scale(b)[:, head] for b in blocks])
+    return k, k_scale, v, v_scale
+
+
+def rank_q(step: DecodeStep, rank: int, row: int) -> Tensor:
+    """fp32 [heads, 128]: the row's query heads of this rank."""
+    heads = step.shape.q_heads
+    return step.inputs.q[row, rank * heads : (rank + 1) * heads].float()
+
+
+def _split_reference(step: DecodeStep, rank: int, row: int) -> ref.SplitPartials:
+    n_ctx = step.selections[rank][row].n_ctx
+    k, k_scale, v, v_scale = selected_kv(step, rank, row)
+    return ref.split(rank_q(step, rank, row), k, k_scale, v, v_scale, n_ctx, step.model.sm_scale)
+
+
+def _rank_w_o(step: DecodeStep, rank: int) -> Tensor:
+    """fp32 [hidden, o_k]: this rank's columns of the output projection, decoded, unscaled."""
+    columns = slice(rank * step.shape.o_k, (rank + 1) * step.shape.o_k)
+    return e4m3_decode(step.weights.w_o[:, columns].contiguous())
+
+
+def _project(step: DecodeStep, rows: list[ref.QuantizedRow], w_o: Tensor) -> Tensor:
+    attnq, scale = torch.stack([r.bytes for r in rows]), torch.stack([r.scale for r in rows])
+    return ref.output_partial(attnq, scale, w_o, step.weights.s_o)
+
+
+def _partial_reference(step: DecodeStep, views: RankViews, w_o: Tensor) -> Tensor:
+    """A rank's o_proj rows from the kernel's own merged attention (one token: its partitions)."""
+    if views.attnq is not None and views.attnq_s is not None:
+        return ref.output_partial(views.attnq, views.attnq_s, w_o, step.weights.s_o)
+    rows = [
+        ref.merge(views.sp_o[row], views.sp_m[row], views.sp_l[row]) for row in range(step.tokens)
+    ]
+    return _project(step, rows, w_o)
+
+
+def _end_to_end(step: DecodeStep, result: StepResult, w_o: list[Tensor]) -> Iterator[Verdict]:
+    """``a`` and h_mid of the live rows from the step's inputs on: chained, and exact."""
+    live = step.requests * step.q_len
+    views, h_in = result.ranks[0], step.inputs.h_in[:live].float()
+    chained = ref.all_reduce([_chained_partial(step, r, w) for r, w in enumerate(w_o)])[:live]
+    exact = torch.stack([_exact_partial(step, r, w) for r, w in enumerate(w_o)]).sum(0)
+    error = rel_l2(views.a[:live], chained)
+    yield Verdict("a", 0, None, "chained", error, None, True, "reported, not bounded")
+    for name, got, want in (("a", views.a, exact), ("h_mid", views.h_mid, exact + h_in)):
+        if got is not None:
+            error = rel_l2(got[:live], want)
+            yield Verdict(name, 0, None, "exact", error, EXACT_ALARM, error <= EXACT_ALARM)
+
+
+def _chained_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
+    rows = [ref.merge(*_split_reference(step, rank, row)) for row in range(step.tokens)]
+    return _project(step, rows, w_o)
+
+
+def _exact_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
+    """fp32 [live rows, hidden]: attention over the same keys, o_proj; nothing rounded between."""
+    rows = []
+    for row in range(step.requests * step.q_len):
+        n_ctx = step.selections[rank][row].n_ctx
+        k, k_scale, v, v_scale = selected_kv(step, rank, row)
+        keys = (e4m3_decode(k) * _column(k_scale))[:n_ctx]
+        values = (e4m3_decode(v) * _column(v_scale))[:n_ctx]
+        score = rank_q(step, rank, row) @ keys.t() * step.model.sm_scale
+        rows.append((torch.softmax(score, dim=-1) @ values).flatten())
+    return torch.stack(rows) @ w_o.t() * step.weights.s_o
+
+
+def _column(scale: Tensor) -> Tensor:
+    return scale[:, None] if scale.ndim else scale
