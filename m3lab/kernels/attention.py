@@ -19,7 +19,7 @@ from m3lab.kernels import isa, mailbox, matrix
 from m3lab.kernels.context import first_task, scratch_box, stamp
 from m3lab.kernels.isa import const_expr, select, traced
 from m3lab.kernels.mailbox import Request
-from m3lab.kernels.select import select_blocks
+from m3lab.kernels.select import request_candidate, select_blocks
 from m3lab.kernels.wave import (
     add,
     block_max,
@@ -52,12 +52,13 @@ def split(ctx):
 
 def split_task(ctx, task):
     token, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
-    n_ctx = select_blocks(ctx, token, partition)
+    # the query is on its way, and then in LDS, before the selection's own waits and barriers
+    query = request_query(ctx, token)
+    candidate = request_candidate(ctx, token)
+    quantize_query(ctx, query)
+    n_ctx = select_blocks(ctx, token, partition, candidate)
     stamp(ctx, 17)
-    # every independent load goes out first
     tiles = load_tiles(ctx)
-    quantize_query(ctx, token)
-    isa.barrier()
     stamp(ctx, 12)
     first_key = partition * ctx.build.place.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
     lane_keys = n_ctx - (first_key + 8 * ctx.group)  # this lane's valid keys, <= 0 or >= 8 too
@@ -141,11 +142,15 @@ def query_unit(head, unit):
     return head * 32 + (unit ^ mod(div(head, 2), 8)) * 4
 
 
-def quantize_query(ctx, token):
-    """lds.q8 := the token's query heads as fp8, by conversion with no scale; four dims a thread."""
+def request_query(ctx, token):
+    """Four bf16 of the token's query heads, [head][dim] over the threads."""
+    return isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + ctx.tid * 8, 2)
+
+
+def quantize_query(ctx, query):
+    """lds.q8 := the token's query heads as fp8, by conversion with no scale."""
     head, word = div(ctx.tid, 32), mod(ctx.tid, 32)
-    raw = isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + ctx.tid * 8, 2)
-    dims = [x for i in range(2) for x in isa.bf16_floats(raw[i])]
+    dims = [x for i in range(2) for x in isa.bf16_floats(query[i])]
     isa.lds_store(ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), isa.fp8_word(*dims))
 
 

@@ -81,11 +81,10 @@ def _poll_batch(tag, requests):
         ]
 
     def pending(values):
-        stale = fx.Boolean(False)
-        for value, n in zip(values, counts, strict=True):
-            for i in range(1, n, 2):
-                stale = stale | (value[i] != tag)
-        return stale
+        # All tags are the launch's when the least and the largest are: v_min3 / v_max3 in vector
+        # registers, where comparing each one holds a mask a tag in SGPRs.
+        tags = [value[i] for value, n in zip(values, counts, strict=True) for i in range(1, n, 2)]
+        return (fx.min(*tags, tag) != tag) | (fx.max(*tags, tag) != tag)
 
     got = isa.spin(counts, load_all, pending)
     return [[v[i] for i in range(0, n, 2)] for v, n in zip(got, counts, strict=True)]

@@ -16,22 +16,13 @@ import flydsl.expr as fx
 from flydsl.expr.typing import Int32, Int64
 
 from m3lab.kernels import attention, isa, output
+from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.kernels.context import Build, Context, clear_stamps, flush_stamps, stamp
 from m3lab.kernels.mailbox import launch_tag
 from m3lab.kernels.wave import div, mod
 from m3lab.placement import THREADS, TL_POINTS, WAVE, Placement
 from m3lab.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
 
-# The kernel's arguments in order: addresses as Int64, the four named below as Int32.
-ARG_NAMES = (
-    "h_in", "q", "block_table", "seq_lens", "k_cache", "v_cache", "k_scale", "v_scale",
-    "w_o", "s_o", "g_post", "w_gate", "bias", "w13", "s13", "w2", "s2", "sh_args",
-    "h_mid", "ar_out", "scratch", "sym", "peers", "step", "rank", "layer", "bt_width", "q_len",
-    "tl", "k1_args", "positions", "slot_mapping", "res",
-)  # fmt: skip
-INT32_ARGS = ("rank", "layer", "bt_width", "q_len")
-
-MAX_SELECT_BLOCKS = THREADS  # blocks of the longest context that is not "long": one a thread
 UNTIL = ("output",)
 
 # LDS arrays of the stages built so far: placement's name -> element

@@ -6,6 +6,9 @@ keeps the two blocks of its own partition. A context of up to 16 blocks keeps th
 scored. Contexts up to 512 blocks, one block a thread.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import flydsl.expr as fx
 
 from m3lab.kernels import isa
@@ -53,8 +56,8 @@ def count_ranks(ctx, n_blk):
         own_key = isa.lds_load(keys, own)
         count = fx.Int32(0)
         for start in range(0, n_blk, RANK_SPLIT):
-            other = fx.Int32(start) + part
-            other_key = isa.lds_load(keys, fx.min(other, n_blk - 1))
+            other = fx.Int32(start) + part  # below THREADS: every key is written
+            other_key = isa.lds_load(keys, other)
             beats = (other_key > own_key) | ((other_key == own_key) & (other > own))
             count = count + select(beats & (other < n_blk), fx.Int32(1), fx.Int32(0))
         count = butterfly(count, RANK_LANES)
@@ -62,17 +65,36 @@ def count_ranks(ctx, n_blk):
             isa.lds_store(ranks, block, count)
 
 
-def rank_blocks(ctx, token, n_blk):
-    """Thread b keys block b; -> (its rank, the tail block's rank), valid for b < n_blk."""
-    build = ctx.build
-    region = build.regions["iscore"]
+@dataclass(frozen=True)
+class Candidate:
+    """Block tid of a token's context as thread tid loads it: the raw score word, the block id."""
+
+    score: Any
+    block_id: Any
+
+
+def request_candidate(ctx, token):
+    """Request this thread's block of the token.
+
+    K1 or a scorer wrote the scores before this launch, so a plain load reads them. A pinned
+    block's slot holds no score and is not used; nor is one past the context.
+    """
+    region = ctx.build.regions["iscore"]
     base = region.offset + token * region.token_bytes
-    # K1 or a scorer wrote the scores before this launch: a plain load, which goes out before the
-    # context length is in. A pinned block's slot holds no score and is not used.
-    word = isa.load(ctx.scratch, ctx.tid * PAIR_BYTES, base=base)
-    scored = (n_blk > build.shape.model.topk_blocks) & (ctx.tid < n_blk)
-    key = select(scored, index_key(ctx, ctx.tid, word, n_blk), fx.Int32(0) - ctx.tid)
-    isa.lds_store(ctx.lds.keys, ctx.tid, key)
+    table = isa.buffer(ctx.args.block_table)
+    last = pick(ctx.n_blocks, token) - 1
+    entry = token * ctx.args.bt_width + fx.min(ctx.tid, last)
+    return Candidate(
+        score=isa.load(ctx.scratch, ctx.tid * PAIR_BYTES, base=base),
+        block_id=isa.load(table, entry * WORD_BYTES),
+    )
+
+
+def rank_blocks(ctx, candidate, n_blk):
+    """Thread b keys block b; -> (its rank, the tail block's rank), valid for b < n_blk."""
+    scored = (n_blk > ctx.build.shape.model.topk_blocks) & (ctx.tid < n_blk)
+    by_score = index_key(ctx, ctx.tid, candidate.score, n_blk)
+    isa.lds_store(ctx.lds.keys, ctx.tid, select(scored, by_score, fx.Int32(0) - ctx.tid))
     stamp(ctx, 18)
     isa.barrier()
     stamp(ctx, 20)
@@ -120,21 +142,18 @@ def write_table(ctx, token, is_in, slot, first_page, n_ctx):
 
 
 @traced
-def select_blocks(ctx, token, partition):
+def select_blocks(ctx, token, partition, candidate):
     """lds.blocks[0..1] := the first page ids of the token's selection slots 2p, 2p + 1 (page 0
     where the selection is shorter); -> its sparse context length, uniform. Partition 0's CTA also
-    writes the token's sparse table."""
+    writes the token's sparse table. What the CTA stored to LDS before is there for every wave."""
     per_part = ctx.build.shape.model.topk_blocks // N_SPLIT
     n_blk = pick(ctx.n_blocks, token)
     seq_len = pick(ctx.seq_lens, token)
-    table = isa.buffer(ctx.args.block_table)
-    row = token * ctx.args.bt_width
-    block_id = isa.load(table, (row + fx.min(ctx.tid, n_blk - 1)) * WORD_BYTES)
     if ctx.tid < per_part:
         isa.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))
-    rank, tail_rank = rank_blocks(ctx, token, n_blk)
+    rank, tail_rank = rank_blocks(ctx, candidate, n_blk)
     is_in, slot, n_ctx = place(ctx, rank, tail_rank, n_blk, seq_len)
-    first_page = block_id * ctx.build.cache.page_stride
+    first_page = candidate.block_id * ctx.build.cache.page_stride
     if is_in & (div(slot, per_part) == partition):
         isa.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
     if partition == 0:
