@@ -57,7 +57,8 @@ class ModelShape:
             raise ValueError(f"hidden size must be a positive multiple of 2048, got {self.hidden}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
-                f"query heads must be a multiple of kv heads, got {self.q_heads} and {self.kv_heads}"
+                "query heads must be a multiple of kv heads, "
+                f"got {self.q_heads} and {self.kv_heads}"
             )
         if self.head_dim != 128 or self.index_dim != 128:
             raise ValueError(
@@ -72,6 +73,20 @@ class ModelShape:
             raise ValueError(
                 "the shared expert must be as wide as a routed one, "
                 f"got {self.shared_inter} and {self.inter}"
+            )
+        if self.sparse_block != 128 or self.topk_blocks != 16:
+            raise ValueError(
+                "attention selects 16 blocks of 128 keys, "
+                f"got {self.topk_blocks} blocks of {self.sparse_block}"
+            )
+        if not 0 < self.rope_dim <= self.head_dim or self.rope_dim % 2:
+            raise ValueError(
+                f"RoPE dims must be even and in 2..{self.head_dim}, got {self.rope_dim}"
+            )
+        if not 512 <= self.max_context <= 1 << 20 or self.max_context % 512:
+            raise ValueError(
+                "the longest context must be a multiple of 512 in 512..1048576, "
+                f"got {self.max_context}"
             )
 
     @property
@@ -89,53 +104,81 @@ class ModelShape:
         """The shape a ``config.json`` describes (a mapping, or the path of the file).
 
         A multimodal configuration's ``text_config`` is used when there is one. A missing key takes
-        MiniMax-M3's value; a value the layer cannot have raises ValueError naming it.
+        MiniMax-M3's value; a value the layer cannot have raises ValueError naming it. Key names:
+        transformers' ``MiniMaxM3VLTextConfig``, and the ``sparse_attention_config`` that it reads.
         """
-        if isinstance(config, str | Path):
-            path = Path(config)
-            try:
-                data = json.loads(path.read_text())
-            except OSError as exc:
-                raise ValueError(f"{path}: cannot read the model configuration ({exc})") from exc
-            except json.JSONDecodeError as exc:
-                raise ValueError(f"{path}: not a JSON model configuration ({exc})") from exc
-        else:
-            data = dict(config)
-        data = data.get("text_config", data)
-        base = cls()
+        data = _config_of(config)
+        legacy = data.get("sparse_attention_config") or {}
         rope = data.get("rope_parameters") or {}
-        rotary = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
-        head_dim = data.get("head_dim", base.head_dim)
-        theta = rope.get("rope_theta", data.get("rope_theta", base.rope_theta))
+        base = cls()
 
-        def get(name: str, *keys: str) -> Any:
-            for key in keys:
-                if data.get(key) is not None:
-                    return data[key]
+        def number(name: str, *candidates: tuple[Mapping[str, Any], str]) -> Any:
+            for source, key in candidates:
+                value = source.get(key)
+                if value is None:
+                    continue
+                default = getattr(base, name)
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise ValueError(f"{key} must be a number, got {value!r}")
+                if isinstance(default, int) and value != int(value):
+                    raise ValueError(f"{key} must be an integer, got {value!r}")
+                return type(default)(value)
             return getattr(base, name)
 
+        head_dim = number("head_dim", (data, "head_dim"))
+        rotary = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
+        if rotary is None:
+            rope_dim = number("rope_dim", (data, "rotary_dim"))
+        else:
+            rope_dim = int(head_dim * rotary)
         return cls(
-            hidden=get("hidden", "hidden_size"),
-            q_heads=get("q_heads", "num_attention_heads"),
-            kv_heads=get("kv_heads", "num_key_value_heads"),
+            hidden=number("hidden", (data, "hidden_size")),
+            q_heads=number("q_heads", (data, "num_attention_heads")),
+            kv_heads=number("kv_heads", (data, "num_key_value_heads")),
             head_dim=head_dim,
-            rope_dim=base.rope_dim if rotary is None else int(head_dim * rotary),
-            rope_theta=float(theta),
-            rms_eps=get("rms_eps", "rms_norm_eps"),
-            index_heads=get("index_heads", "index_n_heads"),
-            index_dim=get("index_dim", "index_head_dim"),
-            sparse_block=get("sparse_block", "index_block_size"),
-            topk_blocks=get("topk_blocks", "index_topk_blocks"),
-            local_blocks=get("local_blocks", "index_local_blocks"),
-            experts=get("experts", "num_local_experts"),
-            top_k=get("top_k", "num_experts_per_tok"),
-            inter=get("inter", "intermediate_size"),
-            shared_inter=get("shared_inter", "shared_intermediate_size"),
-            route_scale=get("route_scale", "routed_scaling_factor"),
-            swiglu_alpha=get("swiglu_alpha", "swiglu_alpha"),
-            swiglu_limit=get("swiglu_limit", "swiglu_limit"),
-            max_context=get("max_context", "max_position_embeddings"),
+            rope_dim=rope_dim,
+            rope_theta=number("rope_theta", (rope, "rope_theta"), (data, "rope_theta")),
+            rms_eps=number("rms_eps", (data, "rms_norm_eps")),
+            index_heads=number(
+                "index_heads", (legacy, "sparse_num_index_heads"), (data, "index_n_heads")
+            ),
+            index_dim=number("index_dim", (legacy, "sparse_index_dim"), (data, "index_head_dim")),
+            sparse_block=number(
+                "sparse_block", (legacy, "sparse_block_size"), (data, "index_block_size")
+            ),
+            topk_blocks=number(
+                "topk_blocks", (legacy, "sparse_topk_blocks"), (data, "index_topk_blocks")
+            ),
+            local_blocks=number(
+                "local_blocks", (legacy, "sparse_local_block"), (data, "index_local_blocks")
+            ),
+            experts=number("experts", (data, "num_local_experts"), (data, "num_experts")),
+            top_k=number("top_k", (data, "num_experts_per_tok")),
+            inter=number("inter", (data, "intermediate_size")),
+            shared_inter=number("shared_inter", (data, "shared_intermediate_size")),
+            route_scale=number("route_scale", (data, "routed_scaling_factor")),
+            swiglu_alpha=number("swiglu_alpha", (data, "swiglu_alpha")),
+            swiglu_limit=number("swiglu_limit", (data, "swiglu_limit")),
+            max_context=number("max_context", (data, "max_position_embeddings")),
         )
+
+
+def _config_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The text model's configuration: a mapping as given, or the content of a JSON file."""
+    data: Any = config
+    if isinstance(config, str | Path):
+        path = Path(config)
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ValueError(f"{path}: cannot read the model configuration ({exc})") from exc
+        except json.JSONDecodeError as exc:
+            raise ValueError(f"{path}: not a JSON model configuration ({exc})") from exc
+    if isinstance(data, Mapping):
+        data = data.get("text_config") or data
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a model configuration must be a JSON object, got {type(data).__name__}")
+    return data
 
 
 @dataclass(frozen=True)
