@@ -154,10 +154,10 @@ def bytes_over_floor(cases: pd.DataFrame) -> Figure:
             axis.set_xticks(x, rows["tokens"])
             axis.set(title=name, xlabel="tokens")
             axis.title.set_fontsize(10)
-            axis.margins(y=0.15)
+            axis.margins(x=0.25, y=0.15)
             axis.yaxis.grid(True)
         axes[0].set_ylabel("MB per rank and step")
-        _legend(axes[-1], {"moved": SKY, "floor": INK}, loc="upper left")
+        _legend(axes[-1], {"moved": SKY, "floor": INK}, loc="upper left", bbox_to_anchor=(1, 1))
     return fig
 
 
@@ -179,13 +179,12 @@ def isa_mix(cases: pd.DataFrame) -> Figure:
     clean = all(not f.vgpr_spills and not f.scratch_bytes for f in figures)
     title = "No build spills a VGPR or uses scratch" if clean else "Some builds spill to memory"
     most = mix["total"].max()
-    fig, axis = figure(f"{title}; the longest has {most:,} instructions", 1, 0.36 * len(mix) + 1.8)
-    classes = [c for c in mix.columns if c != "total"]
-    order = sorted(classes, key=lambda c: -mix[c].sum())
+    fig, axis = figure(f"{title}; the longest has {most:,} instructions", 1, 0.36 * len(mix) + 2.4)
+    parts = _largest(mix.drop(columns="total").astype(float), len(PALETTE))
     with mpl.rc_context(STYLE):
         left = np.zeros(len(mix))
-        for name, colour in zip(order, (*PALETTE, *_TINTS), strict=False):
-            values = mix[name].astype(float).to_numpy()
+        for name, colour in zip(parts.columns, PALETTE, strict=False):
+            values = parts[name].to_numpy()
             axis.barh(range(len(mix)), values, left=left, color=colour, label=name, height=0.7)
             left += values
         axis.set_yticks(range(len(mix)), mix.index)
@@ -197,7 +196,13 @@ def isa_mix(cases: pd.DataFrame) -> Figure:
     return fig
 
 
-_TINTS = ("#99C7E0", "#F5D999", "#99D8C7", "#EEBF99", "#EBC9DC", "#BBDDF6", "#BDBDBD", "#333333")
+def _largest(mix: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The ``count`` - 1 largest columns, largest first, and the rest summed as "other"."""
+    order = mix.sum().sort_values(ascending=False).index
+    kept = mix[order[: count - 1]].copy()
+    if len(order) >= count:
+        kept["other"] = mix[order[count - 1 :]].sum(axis=1)
+    return kept
 
 
 def stage_work(cases: pd.DataFrame) -> Figure:

@@ -136,7 +136,7 @@ class Params(_Strict):
 
 
 def load(path: str | Path) -> Params:
-    """The validated parameters in ``path`` (YAML). ParamsError says what is wrong in one sentence."""
+    """The validated parameters in ``path`` (YAML); ParamsError is one sentence on what is wrong."""
     path = Path(path)
     try:
         text = path.read_text()

@@ -52,6 +52,7 @@ def execute(source: Path, folder: Path) -> Any:
                 cwd=str(folder),
                 kernel_name="python3",
                 progress_bar=False,
+                extra_arguments=["--log-level=40"],  # a kernel on TCP of this host needs no warning
             )
         except papermill.PapermillExecutionError as exc:
             raise ResultsError(f"notebook {source.name} failed: {exc.ename}: {exc.evalue}") from exc

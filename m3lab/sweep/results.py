@@ -58,7 +58,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return str(self.meta["run"])
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

@@ -173,27 +173,29 @@ def _run_all(
     if not todo:
         return False
     stop = threading.Event()
-    bar = tqdm(total=len(todo), unit="case", dynamic_ncols=True, desc=todo[0].name)
+    began, finished = time.monotonic(), 0
+    # Without a terminal the bar is off and each finished case is a line of its own.
+    bar = tqdm(total=len(todo), unit="case", dynamic_ncols=True, disable=None, desc=todo[0].name)
     try:
-        with _executor(jobs, scheduler, stop) as submit, _stop_on_interrupt(stop):
+        with _executor(jobs, scheduler, stop) as submit, _stop_on_signal(stop):
             pending = {submit(case): case for case in todo}
             while pending and not stop.is_set():
-                done = _first_done(pending, bar)
-                for future in done:
-                    case = pending.pop(future)
+                for future in _first_done(pending, bar):
+                    del pending[future]
                     if stop.is_set():
                         break
                     row = future.result()
                     keep(row)
+                    finished += 1
                     bar.update()
-                    bar.write(_line(row), file=sys.stderr)
+                    pace = (time.monotonic() - began) / finished
+                    bar.write(_line(row, finished, len(todo), pace), file=sys.stderr)
                     if pending:
                         bar.set_description(next(iter(pending.values())).name)
-                    del case
     finally:
         bar.close()
     if stop.is_set():
-        say(f"stopped: {bar.n} cases finished now are kept; the same command goes on from here")
+        say(f"stopped: the {finished} cases finished now are kept; the same command goes on")
     return stop.is_set()
 
 
@@ -208,14 +210,20 @@ def _first_done(pending: dict[Any, Case], bar: tqdm) -> set[Any]:
     return set(done)
 
 
-def _line(row: dict[str, Any]) -> str:
-    text = f"{row['status']:8} {row['name']:28} {row['case_s']:6.1f} s"
+def _line(row: dict[str, Any], finished: int, total: int, pace: float) -> str:
+    """One finished case; ``pace``: seconds a case so far."""
+    left = (total - finished) * pace / 60
+    text = f"[{finished}/{total}] {row['status']:8} {row['name']:28} {row['case_s']:6.1f} s"
+    text += f"  ({60 / pace:.1f} cases/min, {left:.0f} min left)"
     return text + (f"  {row['error'].splitlines()[0][:300]}" if row.get("error") else "")
 
 
 @contextmanager
-def _stop_on_interrupt(stop: threading.Event) -> Iterator[None]:
-    """Turn Ctrl-C into ``stop``: nothing new finishes, what is done stays. A second one raises."""
+def _stop_on_signal(stop: threading.Event) -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into ``stop``: nothing new is kept, what is done stays.
+
+    A second one raises KeyboardInterrupt.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -225,11 +233,12 @@ def _stop_on_interrupt(stop: threading.Event) -> Iterator[None]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
