@@ -205,18 +205,21 @@ def _check_order(
     ids = machine.ctas.ids[act.rows].view(-1, 1, 1).expand(shape)
     waves = act.waves.view(1, -1, 1).expand(shape)
     entries = entries.expand(shape)
-    keep = live.expand(shape) if live is not None else None
-    flat = [(t[keep] if keep is not None else t.reshape(-1)) for t in (entries, ids, waves)]
+    # neighbouring lanes mostly read words of one store: look at each such run once
+    keep = torch.ones(shape, dtype=torch.bool, device=entries.device)
+    if shape[2] > 1:
+        keep[..., 1:] = entries[..., 1:] != entries[..., :-1]
+    if live is not None:
+        some = live.expand(shape)
+        keep[..., 1:] |= ~some[..., :-1]
+        keep &= some
+    flat = [t[keep] for t in (entries, ids, waves)]
     whole = act.mask is None and len(act.waves) == machine.n_waves
     bad = order.load(op.index, *flat, scope, op.spin, whole)
     if bad is None:
         return
     at = bad.at if isinstance(bad, Violation) else bad[0]
-    positions = keep.nonzero() if keep is not None else None
-    if positions is not None:
-        where = tuple(int(i) for i in positions[at])
-    else:
-        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), shape))
+    where = tuple(int(i) for i in keep.nonzero()[at])
     place = memory.describe(int(offset.expand(shape)[where]))
     if isinstance(bad, Violation):
         if not machine.checks.stale:

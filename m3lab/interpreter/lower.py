@@ -245,7 +245,7 @@ def _frames(loc: Any) -> list[Frame]:
         return _frames(loc.child_loc)
     if isinstance(loc, ir.FusedLoc):
         return [f for child in loc.locations for f in _frames(child)]
-    if isinstance(loc, ir.FileLineColLoc) and loc.filename and not loc.filename.startswith("<"):
+    if isinstance(loc, ir.FileLineColLoc) and loc.filename not in ("", "-") and loc.filename[0] != "<":
         return [Frame(_short_path(loc.filename), loc.start_line)]
     return []
 

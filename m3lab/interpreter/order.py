@@ -53,7 +53,8 @@ class Order:
         self.released = torch.full((3, n, n_waves), -1, dtype=torch.int64, device=device)
         self.acquired = torch.full((3, n, n_waves), -1, dtype=torch.int64, device=device)
         self.covers = torch.full((256, n), -1, dtype=torch.int64, device=device)
-        self.op_of: list[int] = []  # per store since start: the operation's place in the program
+        # per store since start: the operation's place in the program
+        self.ops = torch.full((256,), -1, dtype=torch.int64, device=device)
 
     # ------------------------------------------------------------------ events
 
@@ -66,11 +67,11 @@ class Order:
         """
         seq = self.memory.stores
         self.memory.stores += 1
-        self.op_of.append(op_index)
         row = seq - self.start
         if row >= len(self.covers):
-            more = torch.full_like(self.covers, -1)
-            self.covers = torch.cat([self.covers, more])
+            self.covers = torch.cat([self.covers, torch.full_like(self.covers, -1)])
+            self.ops = torch.cat([self.ops, torch.full_like(self.ops, -1)])
+        self.ops[row] = op_index
         if scope:
             own = self.undrained[ctas, waves] == _INF
             quiet = self.last_store[ctas] <= self.covered[ctas][:, None]
@@ -161,11 +162,10 @@ class Order:
                     "is read without {0} scope and without an acquire since its flag was seen",
                 )  # fmt: skip
         if spin:
-            later = [i for i, s in enumerate(seq.unique().tolist())
-                     if self.op_of[s - self.start] > op_index]  # fmt: skip
-            if later:
-                s = int(seq.unique()[later[0]])
-                return int(at[(seq == s).nonzero()[0, 0]]), self.op_of[s - self.start]
+            later = self.ops[seq - self.start] > op_index
+            if bool(later.any()):
+                i = int(later.nonzero()[0, 0])
+                return int(at[i]), int(self.ops[seq[i] - self.start])
             cover = self.covers[seq - self.start, writer]
             if whole_cta:
                 self._learn(key, cover)
@@ -206,4 +206,4 @@ class Order:
 
     def source(self, seq: int) -> int:
         """The operation (place in the program) of store ``seq``."""
-        return self.op_of[seq - self.start]
+        return int(self.ops[seq - self.start])
