@@ -184,7 +184,7 @@ def _divide(a: Tensor, b: Tensor, rounding: str) -> Tensor:
 def divsi(op: Op, a: Tensor, b: Tensor) -> Tensor:
     """Toward zero."""
     if a.dtype == torch.bool:
-        return torch.ones_like(a & b)  # -1 over -1 wraps to -1, anything over 0 gives all ones
+        return a | ~b  # -1 over -1 wraps to -1, anything over 0 gives all ones
     return _divide(a, b, "trunc")
 
 
@@ -390,8 +390,8 @@ def divf(op: Op, a: Tensor, b: Tensor) -> Tensor:
 
 @lane_op("arith.remf", "llvm.frem")
 def remf(op: Op, a: Tensor, b: Tensor) -> Tensor:
-    """C's fmod: exact, sign of the dividend."""
-    return torch.fmod(a, b)
+    """C's fmod: exact, sign of the dividend (in fp64: torch's fp32 form overflows on the way)."""
+    return torch.fmod(a.to(torch.float64), b.to(torch.float64)).to(a.dtype)
 
 
 @lane_op("arith.negf", "llvm.fneg")
