@@ -160,14 +160,6 @@ def floats(values: list[float], form: Float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).to(form.dtype).reshape(1, 1, -1)
 
 
-def same(got: torch.Tensor, want: list[float]) -> bool:
-    """Bit for bit, any NaN like any other."""
-    values = [float(v) for v in got.to(torch.float64).flatten().tolist()]
-    return len(values) == len(want) and all(
-        identical(g, w) for g, w in zip(values, want, strict=True)
-    )
-
-
 def identical(a: float, b: float) -> bool:
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)

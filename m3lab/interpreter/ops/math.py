@@ -161,8 +161,8 @@ def rcp(op: Op, a: Tensor) -> Tensor:
 
 @lane_op(*with_intrinsics("math.sqrt", "rocdl.sqrt", "llvm.intr.sqrt"))
 def sqrt(op: Op, a: Tensor) -> Tensor:
-    """Correctly rounded (IEEE)."""
-    return through_f64(torch.sqrt, a) if BITS[a.dtype] == 16 else torch.sqrt(a)
+    """Correctly rounded (torch's own fp32 root is not: sqrt(1 - 2^-24) gives 1)."""
+    return through_f64(torch.sqrt, a)
 
 
 @lane_op(*with_intrinsics("math.absf", "llvm.intr.fabs"))
