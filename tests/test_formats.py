@@ -122,6 +122,7 @@ def test_e2m1_puts_the_lower_k_in_the_low_nibble():
     packed = f.e2m1_pack(code)
     assert packed.tolist() == [[0x21, 0x43]]
     assert torch.equal(f.e2m1_unpack(packed), code)
+    assert f.e2m1_decode_packed(packed).tolist() == [[0.5, 1.0, 1.5, 2.0]]
     with pytest.raises(ValueError, match="even"):
         f.e2m1_pack(code[:, :3])
 
@@ -176,10 +177,11 @@ def test_mxfp8_clamps_an_infinity_and_keeps_a_nan():
 
 
 def test_mxfp4_keeps_values_that_it_can_hold_exactly():
-    codes = torch.randint(0, 16, (7, 128), dtype=torch.uint8)
+    rows = f.CHUNK_BLOCKS // 4 + 3  # more than one chunk
+    codes = torch.randint(0, 16, (rows, 128), dtype=torch.uint8)
     codes[:, ::32] = 7  # each block holds a 6, so its scale is decided
     codes[codes == 8] = 0
-    scale = torch.randint(90, 160, (7, 4), dtype=torch.uint8)
+    scale = torch.randint(90, 160, (rows, 4), dtype=torch.uint8)
     x = f.dequantize_mxfp4(f.e2m1_pack(codes), scale)
     packed, got = f.quantize_mxfp4(x)
     assert torch.equal(got, scale)
