@@ -161,7 +161,8 @@ def _load(
         return
     raw = _gather(memory.views, safe, nbytes)
     if op.spin:
-        machine.last_poll = (op, safe, raw, live)
+        machine.polls.append((op, safe, raw, live))
+        machine.poll_act = act
     unknown: Any = None
     if machine.checks.taint and any(a.tracked for a in found):
         written = _gather(memory.defined_views, safe, nbytes)

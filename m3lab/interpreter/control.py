@@ -357,6 +357,7 @@ def scf_while(machine: Machine, op: Any, act: Active) -> Generator[Any, None, No
                 if gone is not None and not bool(gone.any()):
                     break
         rounds += 1
+        machine.polls = []
         _set(
             machine,
             after.args,
@@ -412,7 +413,7 @@ def _wait(machine: Machine, op: Any, sub: Sub, rounds: int) -> Generator[Any, No
         keep = torch.zeros((len(act.rows), 1, 1), dtype=torch.bool, device=machine.device)
         act.mask = keep
 
-    words = machine.poll_words()
+    words = machine.poll_words(op)
     yield Wait(op.index, machine.line(op), detail, machine.memory.stores, kill, words)
 
 

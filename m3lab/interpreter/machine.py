@@ -140,7 +140,8 @@ class Machine:
         )
         self.stack: list[Active] = []
         self.op: Any = None
-        self.last_poll: Any = None  # (load, arena offsets, words found, mask)
+        self.polls: list[Any] = []  # this round's (load, arena offsets, words found, mask)
+        self.poll_act: Any = None
         self.executed = 0
         self.dead = False  # some CTAs were given up (deadlock diagnosis)
 
@@ -368,34 +369,43 @@ class Machine:
         loops = self.prepared.loops
         return bool(set(loops.get(a, ())) & set(loops.get(b, ())))
 
-    def poll_words(self) -> torch.Tensor:
-        """Arena words the last polling load of active lanes read."""
-        if self.last_poll is None:
+    def unsatisfied(self, loop: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Polling loads of the last round with lanes whose last word is none of those compared
+        with: (load, arena offsets, words found, those lanes)."""
+        wanted = {int(v) for t in self._compared(loop) for v in t.unique().tolist()}
+        out = []
+        for load, offsets, raw, mask in self.polls:
+            missing = torch.ones(raw.shape[:3], dtype=torch.bool, device=self.device)
+            for value in wanted:
+                missing &= raw[..., -1] != value
+            if mask is not None:
+                missing = missing & mask
+            if bool(missing.any()):
+                out.append((load, offsets.expand(missing.shape), raw, missing))
+        return out
+
+    def poll_words(self, loop: Any) -> torch.Tensor:
+        """Arena words a stuck polling loop still waits for."""
+        words = [offsets[missing] // 4 for _, offsets, _, missing in self.unsatisfied(loop)]
+        if not words:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
-        _, offsets, _, mask = self.last_poll
-        picked = offsets if mask is None else offsets.expand(mask.shape)[mask]
-        return (picked.reshape(-1) // 4).unique()
+        return torch.cat(words).unique()
 
-    def poll_detail(self, op: Any, act: Active) -> str:
+    def poll_detail(self, loop: Any, act: Active) -> str:
         """What a stuck poll reads: region, words found, tag wanted."""
-        if self.last_poll is None:
-            return "a loop that loads nothing"
-        load, offsets, raw, _ = self.last_poll
-        live = torch.ones(act.shape, dtype=torch.bool, device=self.device)
-        if act.mask is not None:
-            live = act.mask.expand(act.shape)
-        index = self.first(live) if bool(live.any()) else (0, 0, 0)
-        self.act = act
-
-        def pick(t: torch.Tensor) -> torch.Tensor:
-            return t[tuple(min(i, n - 1) for i, n in zip(index, t.shape[:3], strict=True))]
-
-        offset = int(pick(offsets).reshape(-1)[0])
-        found = [int(v) for v in pick(raw).reshape(-1)]
-        wanted = sorted({int(pick(v).reshape(-1)[0]) for v in self._compared(op)})
+        stuck = self.unsatisfied(loop)
+        if not stuck:
+            return "a loop whose condition no load decides"
+        load, offsets, raw, missing = stuck[0]
+        self.act = self.poll_act
+        index = self.first(missing)
+        found = raw.expand(*missing.shape, raw.shape[-1])[index].tolist()
+        wanted = sorted({int(v) for t in self._compared(loop) for v in t.unique().tolist()})
+        more = int(sum(int(m.sum()) for *_, m in stuck)) - 1
         return (
-            f"{self.where(index)} polls {self.memory.describe(offset)} with {load.kind}: "
-            f"found words {found}, compares with {wanted}"
+            f"{self.where(index)} (and {more} more lanes) polls "
+            f"{self.memory.describe(int(offsets[index]))}: found words {found}, wants one of "
+            f"{wanted[:4]}"
         )
 
     def _compared(self, loop: Any) -> list[torch.Tensor]:
