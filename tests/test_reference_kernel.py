@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from m3lab.formats import e4m3_decode, e4m3_encode
+from m3lab.formats import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    e4m3_decode,
+    e4m3_encode,
+    quantize_mxfp4,
+    quantize_mxfp8,
+)
 from m3lab.reference import kernel as ref
-from m3lab.reference.numerics import butterfly_sum, fma
+from m3lab.reference.numerics import butterfly_sum, fma, sum_of_squares
 
 F = np.float32
 SM_SCALE = 128**-0.5
@@ -338,3 +345,217 @@ def test_all_reduce_adds_in_rank_order_and_rounds_once():
 def test_h_mid_rounds_the_sum_with_the_residual():
     a, h = torch.tensor([1.0, 3.0]), torch.tensor([2.0**-8, 2.0**-7])
     assert ref.h_mid(a, h).tolist() == [bf16(1 + 2**-8), bf16(3 + 2**-7)]
+
+
+# --------------------------------------------------------------------------------------- router
+def test_post_norm_reads_the_unrounded_sum(gen):
+    a = torch.randn(2, 2048, generator=gen).bfloat16()
+    h = (torch.randn(2, 2048, generator=gen) * 100).bfloat16()
+    g = (torch.randn(2048, generator=gen) * 0.1).bfloat16()
+    v = a.double() + h.double()
+    want = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + g.double())
+    got = ref.post_norm(a, h, g, 1e-6)
+    assert torch.equal(got, got.bfloat16().float())
+    assert (got - want).abs().div(want.abs()).max() <= 2**-8
+    rounded = ref.post_norm(torch.zeros_like(a), (a.float() + h.float()).bfloat16(), g, 1e-6)
+    assert not torch.equal(got, rounded)
+
+
+def exact_fma_f32(a, b, c):
+    return F(float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
+
+
+def test_the_input_norm_sums_squares_in_the_order_of_k1(gen):
+    """256 logical threads of 8 elements, warps of 32 by xor 16 .. 1, then the warps' sums."""
+    x = torch.randn(2048, generator=gen) * 10 ** torch.linspace(-2, 2, 2048)
+    lanes = []
+    for t in range(256):
+        acc = F(0)
+        for v in x[8 * t : 8 * t + 8].tolist():
+            acc = exact_fma_f32(v, v, acc)
+        lanes.append(acc)
+
+    def warp(values):
+        values = [*values, *[F(0)] * (32 - len(values))]
+        for offset in (16, 8, 4, 2, 1):
+            values = [values[i] + values[i ^ offset] for i in range(32)]
+        return values[0]
+
+    want = warp([warp(lanes[w : w + 32]) for w in range(0, 256, 32)])
+    assert sum_of_squares(x, 8, (16, 8, 4, 2, 1)).item() == want
+
+
+def test_router_scores_match_scalar_arithmetic(gen):
+    xn = torch.randn(2, 64, generator=gen).bfloat16().float()
+    w = torch.randn(128, 64, generator=gen).bfloat16()
+    bias = torch.randn(128, generator=gen) * 0.1
+    got = ref.router_scores(xn, w, bias)
+    for t in range(2):
+        for e in range(128):
+            logit = bf16(sum(a * b for a, b in zip(xn[t].tolist(), w[e].tolist(), strict=True)))
+            sigmoid = 1 / (1 + math.exp(-logit))
+            assert got.sigmoid[t, e].item() == pytest.approx(sigmoid, rel=1e-6)
+            key = got.key[t, e].item()
+            assert 127 - (key & 127) == e
+            # a positive score's key is its own bits, the low seven dropped
+            score = got.sigmoid[t, e] + bias[e]
+            if score >= 0:
+                assert key >> 7 == score.view(torch.int32).item() >> 7
+
+
+def test_equal_scores_route_to_the_lower_experts():
+    sigmoid = torch.full((1, 128), 0.5)
+    key = ref.routing_key(sigmoid, torch.arange(128))
+    got = ref.route(key, sigmoid, 2.0, 1.0)
+    assert got.experts.tolist() == [[0, 1, 2, 3, 128]]
+    assert got.weights.tolist() == [[0.5, 0.5, 0.5, 0.5, 1.0]]
+
+
+def test_routing_is_by_biased_score_and_weighs_by_the_plain_one():
+    sigmoid = torch.linspace(0.1, 0.6, 128)[None]
+    biased = sigmoid.clone()
+    biased[0, 7] = 2.0
+    biased[0, 8] = -3.0  # a negative score orders below every positive one
+    got = ref.route(ref.routing_key(biased, torch.arange(128)), sigmoid, 2.0, 1.0)
+    assert got.experts[0].tolist() == [7, 127, 126, 125, 128]
+    chosen = sigmoid[0, [7, 127, 126, 125]]
+    assert torch.allclose(got.weights[0, :4], chosen / chosen.sum() * 2.0, rtol=1e-6)
+
+
+# -------------------------------------------------------------------------------------- experts
+@pytest.mark.parametrize(
+    ("gate", "up"), [(0.0, 0.0), (1.5, -0.3), (9.0, 2.0), (-4.0, 9.0), (-30.0, -9.0)]
+)
+def test_swiglu_clamps_the_gate_above_and_the_up_value_both_ways(gate, up):
+    g, u = min(gate, 7.0), max(-7.0, min(up, 7.0))
+    want = (u + 1) * g / (1 + math.exp(-1.702 * g))
+    assert ref.swiglu(torch.tensor(gate), torch.tensor(up)).item() == pytest.approx(want, rel=1e-5)
+
+
+def test_one_expert_matches_scalar_arithmetic(gen):
+    hidden, inter = 64, 32
+    x8, xsc = quantize_mxfp8(torch.randn(1, hidden, generator=gen))
+    w13 = quantize_mxfp4(torch.randn(2 * inter, hidden, generator=gen) / 8)
+    w2 = quantize_mxfp4(torch.randn(hidden, inter, generator=gen) / 6)
+    x, w13f, w2f = dequantize_mxfp8(x8, xsc)[0], dequantize_mxfp4(*w13), dequantize_mxfp4(*w2)
+    mid = []
+    for n in range(inter):
+        g = sum(a * b for a, b in zip(x.tolist(), w13f[n].tolist(), strict=True))
+        u = sum(a * b for a, b in zip(x.tolist(), w13f[inter + n].tolist(), strict=True))
+        mid.append(bf16((min(max(u, -7), 7) + 1) * min(g, 7) / (1 + math.exp(-1.702 * min(g, 7)))))
+    got = ref.expert_mid(dequantize_mxfp8(x8, xsc), w13)
+    assert torch.allclose(got[0], torch.tensor(mid), rtol=2**-7)
+    amax = max(map(abs, got[0].tolist()))
+    scale = 2.0 ** math.ceil(math.log2(amax / 448))
+    mid8 = [nearest_e4m3(m / scale) * scale for m in got[0].tolist()]
+    down = [sum(a * b for a, b in zip(mid8, w2f[n].tolist(), strict=True)) for n in range(hidden)]
+    assert torch.allclose(ref.expert_down(got, w2)[0], torch.tensor(down), rtol=1e-4, atol=1e-5)
+
+
+def test_the_partial_row_weighs_every_slot_and_rounds_once(gen):
+    tables = {e: (torch.randn(8, 32, generator=gen), None) for e in (3, 5, 9, 128)}
+    route = ref.Route(torch.tensor([[3, 5, 128], [9, 3, 128]]), torch.rand(2, 3, generator=gen))
+    mids = torch.randn(2, 3, 32, generator=gen).bfloat16().float()
+    got = ref.expert_partial(mids, route, lambda e: tables[e])
+    for t in range(2):
+        want = torch.zeros(8)
+        for s, e in enumerate(route.experts[t].tolist()):
+            want += route.weights[t, s] * ref.expert_down(mids[t, s], tables[e])
+        assert torch.allclose(got[t], want.bfloat16().float(), rtol=2**-7)
+
+
+def test_a_token_takes_its_own_experts_mids(gen):
+    x8, xsc = quantize_mxfp8(torch.randn(2, 64, generator=gen))
+    tables = {e: (torch.randn(64, 64, generator=gen), None) for e in (1, 2, 4)}
+    experts = torch.tensor([[1, 4], [2, 1]])
+    got = ref.expert_mids(x8, xsc, experts, lambda e: tables[e])
+    x = dequantize_mxfp8(x8, xsc)
+    for t in range(2):
+        for s in range(2):
+            want = ref.expert_mid(x[t : t + 1], tables[experts[t, s].item()])[0]
+            assert torch.allclose(got[t, s], want, rtol=2**-7)
+
+
+# ------------------------------------------------------------------------------------------- K1
+def test_the_input_norm_quantizes_a_token_by_its_largest_value(gen):
+    ar, res = torch.randn(2, 3, 2048, generator=gen).bfloat16()
+    ar[2], res[2] = 0, 0
+    g = (torch.randn(2048, generator=gen) * 0.1).bfloat16()
+    got = ref.input_norm(ar, res, g, 1e-6)
+    acc = ar.float() + res.float()
+    assert torch.equal(got.h, acc.bfloat16().float())
+    x = acc.double() / (acc.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    x = x * (1 + g.double())
+    assert torch.allclose(got.scale[:2].double(), x[:2].abs().amax(-1) / 448, rtol=1e-6)
+    assert got.scale[2] == 1.0
+    assert got.x8[2].eq(0).all()
+    error = (e4m3_decode(got.x8) * got.scale[:, None] - x).abs()
+    assert (error <= x.abs() * 2**-4 + got.scale[:, None] * 2**-10 * 1.001).all()
+
+
+def test_rope_turns_the_first_64_dims_by_position_and_passes_the_rest(gen):
+    x = torch.randn(2, 3, 128, generator=gen).bfloat16().float()
+    g = (torch.randn(128, generator=gen) * 0.1).bfloat16()
+    table = ref.rope_table(torch.tensor([5, 1000]), 5e6, 64)
+    got = ref.norm_rope(x, g, table, 1e-6)
+    for t, position in enumerate((5, 1000)):
+        y = x[t].double() / (x[t].double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        y = y * (1 + g.double())
+        for d in range(32):
+            angle = position * 5e6 ** (-d / 32)
+            turned = complex(math.cos(angle), math.sin(angle))
+            for head in range(3):
+                want = complex(y[head, d], y[head, d + 32]) * turned
+                assert abs(complex(got[t, head, d], got[t, head, d + 32]) - want) <= 0.006 * abs(
+                    want
+                )
+        assert torch.allclose(got[t, :, 64:].double(), y[:, 64:], rtol=1e-5)
+
+
+def test_the_rope_table_is_32_cosines_then_32_sines_in_bf16():
+    table = ref.rope_table(torch.tensor([0, 3]), 5e6, 64)
+    assert table.dtype == torch.bfloat16
+    assert table[0].tolist() == [1.0] * 32 + [0.0] * 32
+    assert table[1, 0] == bf16(math.cos(3.0))
+    assert table[1, 32] == bf16(math.sin(3.0))
+
+
+def test_a_cache_entry_has_its_heads_own_scale_or_the_caches(gen):
+    x = torch.randn(2, 4, 128, generator=gen).bfloat16().float()
+    x[1, 3] = 0
+    own = ref.cache_entry(x, None)
+    assert torch.equal(own.scale[0], x[0].abs().amax(-1) / 448)
+    assert own.scale[1, 3] == 1.0
+    assert e4m3_decode(own.bytes[0]).abs().amax(-1).eq(448).all()
+    static = ref.cache_entry(x, 0.001)  # most values pass 448 scales: clamped, never NaN
+    assert e4m3_decode(static.bytes).abs().max() == 448
+    assert static.scale.eq(torch.tensor(0.001)).all()
+
+
+def test_index_keys_are_rounded_to_bf16_first_and_clamped():
+    # 17 * (1 + 2^-9) rounds to bf16 17 and then ties to 16; unrounded it would go to 18
+    entry = ref.index_key_entry(torch.tensor([17 * (1 + 2**-9), 600.0, -600.0]))
+    assert e4m3_decode(entry).tolist() == [16.0, 448.0, -448.0]
+
+
+def test_a_projection_scales_by_token_then_by_row(gen):
+    x, w = rand_bytes(gen, 2, 64), rand_bytes(gen, 5, 64)
+    x_scale, s_w = torch.rand(2, generator=gen), torch.rand(5, generator=gen)
+    assert torch.equal(
+        ref.project(x, x_scale, w, s_w), ref.output_partial(x, x_scale, w, s_w)
+    )  # one contract, two callers
+
+
+def test_block_scores_are_the_best_causal_key_and_minus_infinity_without_one(gen):
+    iq = torch.randn(128, generator=gen).bfloat16().float()
+    keys = rand_bytes(gen, 300, 128, 128)  # past one decoding chunk
+    n_keys = 298 * 128 + 3
+    keys[298, 3:], keys[299] = 0x7F, 0x7F
+    got = ref.block_scores(iq, keys, n_keys, SM_SCALE)
+    scale = F(F(SM_SCALE) * F(math.log2(math.e)))
+    assert ref.score_scale(SM_SCALE) == scale
+    dots = torch.einsum("bkd,d->bk", e4m3_decode(keys).double(), iq.double())
+    want = dots.amax(-1)
+    want[298] = dots[298, :3].max()
+    assert torch.allclose(got[:299].double(), want[:299] * float(scale), rtol=1e-5)
+    assert got[299] == -math.inf
