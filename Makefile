@@ -1,12 +1,12 @@
 # Each target sets up its own environment in .venv, from nothing, the first time.
-# PYTHON picks the interpreter (3.11 or newer); JOBS the sweep's local processes.
+# PYTHON picks the interpreter (3.11 or newer); JOBS the sweep's local processes (default: by cores).
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$p; break; fi; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-JOBS ?= 1
+JOBS ?=
 PARAMS ?= params/quick.yaml
 TESTS ?= tests
 # One torch thread a test worker: two workers of two threads each would fight over two cores.
@@ -23,7 +23,7 @@ help:
 	@echo "make lab        open JupyterLab on the notebooks"
 
 report: $(VENV)/.base
-	$(BIN)/m3lab sweep $(PARAMS) --jobs $(JOBS)
+	$(BIN)/m3lab sweep $(PARAMS) $(if $(JOBS),--jobs $(JOBS))
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(TESTS)

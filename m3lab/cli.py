@@ -27,7 +27,9 @@ app = typer.Typer(
 def sweep(
     file: Annotated[Path, typer.Argument(help="parameter file, such as params/quick.yaml")],
     run: Annotated[str | None, typer.Option(help="name of the run's folder under results")] = None,
-    jobs: Annotated[int, typer.Option(help="cases at a time on this machine")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(help="cases at a time on this machine; default: by its cores")
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="address of a Dask scheduler that gets the cases instead")
     ] = None,

@@ -29,6 +29,7 @@ from m3lab.sweep import results
 from m3lab.sweep.cases import Case
 from m3lab.sweep.params import Params
 
+CASE_MEMORY = 6 << 30  # bytes that a case of four ranks at full shapes stays well under
 SETTLED = ("passed", "failed")  # a row with one of these is not run again
 
 
@@ -52,7 +53,7 @@ def sweep(
     file: str | Path,
     *,
     run: str | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     scheduler: str | None = None,
     only: str | None = None,
     results_dir: str | Path = results.RESULTS,
@@ -61,11 +62,14 @@ def sweep(
 ) -> SweepResult:
     """Run the cases of parameter file ``file`` into ``results_dir/run`` and make its report.
 
-    ``jobs`` cases run at a time on this machine; ``scheduler`` hands them to a Dask cluster
-    instead. ``only`` keeps the cases whose name or ``key=value`` terms match (see `select`).
+    ``jobs`` cases run at a time on this machine (None: as many as its cores and memory allow);
+    ``scheduler`` hands them to a Dask cluster instead. ``only`` keeps those that match its terms
+    (see ``select``).
     Raises ParamsError or ResultsError before anything runs.
     """
     say = echo or print
+    if jobs is None:
+        jobs = default_jobs()
     if jobs < 1:
         raise parameter_files.ParamsError(f"--jobs must be at least 1, got {jobs}")
     given = parameter_files.load(file)
@@ -96,6 +100,16 @@ def sweep(
 
         page = make_report(folder, notebooks=given.notebooks)
     return SweepResult(folder, asked, skipped, interrupted, page)
+
+
+def default_jobs() -> int:
+    """One case a core, while each can have ``CASE_MEMORY``."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        memory = CASE_MEMORY
+    return max(1, min(cores or 1, memory // CASE_MEMORY))
 
 
 def select(cases: list[Case], only: str | None) -> list[Case]:
@@ -179,19 +193,23 @@ def _run_all(
     try:
         with _executor(jobs, scheduler, stop) as submit, _stop_on_signal(stop):
             pending = {submit(case): case for case in todo}
-            while pending and not stop.is_set():
-                for future in _first_done(pending, bar):
+            while pending:
+                # once stopped, what had finished before is still kept
+                stopping = stop.is_set()
+                for future in _first_done(pending, bar, wait_s=0.0 if stopping else 1.0):
                     del pending[future]
-                    if stop.is_set():
-                        break
                     row = future.result()
+                    if row["status"] == "stopped":
+                        continue
                     keep(row)
                     finished += 1
                     bar.update()
                     pace = (time.monotonic() - began) / finished
                     bar.write(_line(row, finished, len(todo), pace), file=sys.stderr)
-                    if pending:
-                        bar.set_description(next(iter(pending.values())).name)
+                if stopping:
+                    break
+                if pending:
+                    bar.set_description(next(iter(pending.values())).name)
     finally:
         bar.close()
     if stop.is_set():
@@ -199,12 +217,12 @@ def _run_all(
     return stop.is_set()
 
 
-def _first_done(pending: dict[Any, Case], bar: tqdm) -> set[Any]:
-    """Futures that are done; waits for one, in short naps so that Ctrl-C and the bar live."""
+def _first_done(pending: dict[Any, Case], bar: tqdm, wait_s: float) -> set[Any]:
+    """Futures that are done, after at most ``wait_s``: a nap, so that Ctrl-C and the bar live."""
     if isinstance(next(iter(pending)), Future):
-        done, _ = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+        done, _ = wait(pending, timeout=wait_s, return_when=FIRST_COMPLETED)
     else:  # a Dask future: polled, so that no Dask import is needed here
-        time.sleep(0.2)
+        time.sleep(min(wait_s, 0.2))
         done = {future for future in pending if future.done()}
     bar.refresh()
     return set(done)
@@ -249,7 +267,7 @@ def _executor(
     if scheduler is None:
         pool = ThreadPoolExecutor(jobs)
         try:
-            yield lambda case: pool.submit(run_in_process, case, stop)
+            yield lambda case: pool.submit(run_in_process, case, stop, jobs)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
         return
@@ -269,8 +287,13 @@ def _executor(
         yield lambda case: client.submit(run_in_process, case, pure=False, retries=0)
 
 
-def run_in_process(case: Case, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Run ``case`` in a Python process of its own and return its row, whatever happens to it."""
+def run_in_process(
+    case: Case, stop: threading.Event | None = None, jobs: int = 1
+) -> dict[str, Any]:
+    """Run ``case`` in a Python process of its own and return its row, whatever happens to it.
+
+    ``jobs``: how many such processes share the cores.
+    """
     started, clock = results.now(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="m3lab-case-") as scratch:
         out = Path(scratch) / "row.json"
@@ -282,7 +305,7 @@ def run_in_process(case: Case, stop: threading.Event | None = None) -> dict[str,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is ours to handle
-                env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+                env=_environment(jobs),
             )
             assert process.stdin is not None
             process.stdin.write(case.to_json().encode())
@@ -306,6 +329,13 @@ def run_in_process(case: Case, stop: threading.Event | None = None) -> dict[str,
         "code": results.code_fingerprint(),
         **fields,
     }
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """The child's environment. Torch threads beyond the cores spin on each other: many times
+    slower, not a little, so the cores are divided (unless the user has set OMP_NUM_THREADS)."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONFAULTHANDLER": "1"}
 
 
 def _identity(case: Case) -> dict[str, Any]:
