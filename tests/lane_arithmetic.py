@@ -38,7 +38,7 @@ def type_of(text: str) -> Type:
     return Type(text)
 
 
-def make_op(kind: str, ins: str = "", outs: str = "", **attrs: Any) -> Op:
+def make_op(kind: str, /, ins: str = "", outs: str = "", **attrs: Any) -> Op:
     """An operation with types given as text, several separated by blanks."""
     return Op(
         kind=kind,
@@ -50,7 +50,7 @@ def make_op(kind: str, ins: str = "", outs: str = "", **attrs: Any) -> Op:
     )
 
 
-def run(kind: str, *operands: torch.Tensor, ins: str = "", outs: str = "", **attrs: Any) -> Any:
+def run(kind: str, /, *operands: torch.Tensor, ins: str = "", outs: str = "", **attrs: Any) -> Any:
     """The registered function of ``kind`` on ``operands``."""
     table = LANE if kind in LANE else MATRIX if kind in MATRIX else CROSS
     return table[kind](make_op(kind, ins, outs, **attrs), *operands)
