@@ -325,6 +325,7 @@ def scf_while(machine: Machine, op: Any, act: Active) -> Generator[Any, None, No
     result_marks: list[Value] = [None] * len(op.results)
     sub = Sub(act, None, None)  # lanes still in the loop, relative to act
     rounds = 0
+    machine.polls = []
     if act.mask is not None and not bool(act.mask.any()):
         _set_zeros(machine, op)
         return

@@ -18,6 +18,7 @@ from m3lab.interpreter import taint
 from m3lab.interpreter.counters import Counters
 from m3lab.interpreter.errors import (
     InterpreterError,
+    NaNMade,
     PartialMask,
     Tainted,
     UnknownOperation,
@@ -41,6 +42,13 @@ class Checks:
     order: bool = True
     nan: bool = False
     bank_conflicts: bool = True
+
+
+# operations that hand a loaded word on, for telling what a poll compares it with
+_WORD_MOVES = (
+    "vector.extract", "arith.bitcast", "arith.minsi", "arith.maxsi", "arith.minui", "arith.maxui",
+    "arith.select", "arith.trunci",
+)  # fmt: skip
 
 
 class Active:
@@ -164,6 +172,8 @@ class Machine:
                     result = fn(op, *operands)
                     if taints:
                         self.lane_taint(op, operands, result)
+                    if self.checks.nan:
+                        self.forbid_new_nan(op, act, operands, result)
                     if len(op.results) == 1:
                         vals[op.results[0]] = result
                     else:
@@ -234,6 +244,34 @@ class Machine:
             for s, part in zip(op.results, t, strict=True):
                 if part is not None:
                     self.taints[s] = part
+
+    def forbid_new_nan(
+        self, op: Any, act: Active, operands: list[Value], result: Value
+    ) -> None:
+        """Raise NaNMade when an active lane's result is NaN and none of its operands is."""
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return
+        if op.kind in ("arith.bitcast", "vector.bitcast", "arith.constant", "arith.select"):
+            return  # moves: a bit pattern of integers may be a NaN's
+        bad = result.isnan()
+        if not bool(bad.any()):
+            return
+        for value, t in zip(operands, op.in_types, strict=True):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                was = value.isnan()
+                if bool(t.n) and not op.types[0].n:
+                    was = was.any(-1)
+                elif not t.n and op.types[0].n:
+                    was = was.unsqueeze(-1)
+                bad = bad & ~was
+        lanes = bad.any(-1) if op.types[0].n else bad
+        lanes = self.active(act, lanes)
+        if bool(lanes.any()):
+            self.act = act
+            raise NaNMade(
+                f"{self.line(op)}: {op.kind} made a NaN from operands that hold none "
+                f"({self.where(self.first(lanes.expand(act.shape)))})"
+            )
 
     def active(self, act: Active, t: torch.Tensor) -> torch.Tensor:
         """``t`` (bool, lanes) restricted to active lanes."""
@@ -412,13 +450,15 @@ class Machine:
         """Values from outside the loop that its integer comparisons use (the tags wanted)."""
         outside = set(loop.codes[0].captures) | set(loop.codes[1].captures)
         outside |= set(self.prepared.folded)
+        data: set[int] = set()  # words loaded, and minima and maxima of them
         found = []
         for _, _, o in loop.inner_steps:
-            if o.kind == "arith.cmpi" and o.attrs.get("predicate") in (0, 1):
-                for s in o.operands:
-                    v = self.vals[s]
-                    if s in outside and isinstance(v, torch.Tensor) and v.dtype != torch.bool:
-                        found.append(v)
+            if getattr(o, "spin", False) or (o.kind in _WORD_MOVES and data & set(o.operands)):
+                data.update(o.results)
+            elif o.kind == "arith.cmpi" and data & set(o.operands):
+                for s in set(o.operands) & outside:
+                    if isinstance(self.vals[s], torch.Tensor):
+                        found.append(self.vals[s])
         return found
 
     def give_up(self, rows: torch.Tensor) -> None:

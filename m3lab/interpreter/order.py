@@ -44,6 +44,7 @@ class Order:
         self.n = n
         self.n_waves = n_waves
         self.start = memory.stores
+        self.tick = 0  # orders acquires after what was seen before them
         self.known = torch.full((n * n,), -1, dtype=torch.int64, device=device)
         self.seen = torch.full((n * n,), _INF, dtype=torch.int64, device=device)
         self.pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -86,12 +87,12 @@ class Order:
         self, ctas: torch.Tensor, waves: torch.Tensor, scope: int, acquire: bool, release: bool
     ) -> None:
         """A fence of agent (DEVICE) or SYSTEM scope by these waves; NONE scope orders nothing."""
-        now = self.memory.stores
+        self.tick += 1
         for level in range(DEVICE, scope + 1):
             if release:
-                self.released[level, ctas, waves] = now
+                self.released[level, ctas, waves] = self.memory.stores
             if acquire:
-                self.acquired[level, ctas, waves] = now
+                self.acquired[level, ctas, waves] = self.tick
         if release and scope:
             self.drain(ctas, waves)
 
@@ -171,7 +172,7 @@ class Order:
                 self._learn(key, cover)
             else:
                 self.pending.append((key, waves, cover))
-                self.seen[key] = self.memory.stores
+                self.seen[key] = self.tick
             return None
         unknown = self.known[key] < seq
         if bool(unknown.any()):
@@ -189,7 +190,7 @@ class Order:
 
     def _learn(self, key: torch.Tensor, cover: torch.Tensor) -> None:
         self.known.scatter_reduce_(0, key, cover, "amax")
-        self.seen[key] = self.memory.stores
+        self.seen[key] = self.tick
 
     def _violation(
         self,
