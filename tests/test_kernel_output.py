@@ -1,0 +1,92 @@
+"""Stage 3, the output projection and its all-reduce, run as part of the traced kernel."""
+
+import pytest
+import torch
+from kernel_steps import HIDDEN, four_rows, one_row, pinned_row, run_step, verified_rows
+
+from m3lab.formats import e4m3_decode
+
+
+@pytest.mark.parametrize("run", [four_rows, one_row, pinned_row, verified_rows])
+def test_partials_sums_and_residual_agree_with_the_reference(run):
+    step, result = run()
+    verdicts = step.verify(result)
+    assert {v.name for v in verdicts} >= {"partial", "a", "a_sum"}
+    assert not [v for v in verdicts if not v.passed]
+
+
+def test_every_rank_holds_every_ranks_partials_and_the_same_sum():
+    ranks = one_row()[1].ranks
+    assert len(ranks) == 4
+    for views in ranks[1:]:
+        assert torch.equal(views.partials, ranks[0].partials)
+        assert torch.equal(views.a, ranks[0].a)
+
+
+def test_the_sum_is_taken_in_rank_order_in_fp32():
+    views = one_row()[1].ranks[2]
+    total = torch.zeros(1, HIDDEN)
+    for partial in views.partials:
+        total = total + partial.float()
+    assert torch.equal(views.a, total.bfloat16().float())
+
+
+def test_a_solo_ranks_sum_is_its_own_partial():
+    views = four_rows()[1].ranks[0]
+    assert torch.equal(views.a, views.partials[0].float())
+
+
+def test_a_partial_is_the_plain_product_of_row_and_weights():
+    """fp64 of the published fp8 row by this rank's columns, a bf16 rounding apart."""
+    step, result = verified_rows()
+    views = result.ranks[0]
+    w = e4m3_decode(step.weights.w_o[:, :2048]).double() * step.weights.s_o.double()[:, None]
+    row = e4m3_decode(views.attnq).double() * views.attnq_s.double().reshape(-1, 1)
+    want = row @ w.T
+    assert torch.allclose(
+        views.partials[0].double(), want, rtol=2**-8, atol=1e-5 * want.abs().max()
+    )
+
+
+def test_h_mid_is_the_rounded_sum_plus_the_residual():
+    step, result = four_rows()
+    views = result.ranks[0]
+    want = (views.a + step.inputs.h_in.float()).bfloat16().float()
+    assert torch.equal(views.h_mid, want)
+
+
+def test_one_token_leaves_h_mid_to_the_router():
+    step, _ = one_row()
+    for rank in step._ranks:
+        left = rank.placed["h_mid"].read(torch.bfloat16, (1, HIDDEN))
+        assert left.isnan().all()
+
+
+@pytest.mark.parametrize("schedule", [{"cta_groups": 3, "seed": 1}, {"cta_groups": 2, "seed": 7}])
+def test_bits_do_not_depend_on_the_schedule(schedule):
+    want = run_step(2, npes=1, context=700, seed=2)[1].ranks[0]
+    got = run_step(2, npes=1, context=700, seed=2, schedule=schedule)[1].ranks[0]
+    for name in ("sp_o", "sp_m", "sp_l", "attnq", "a", "h_mid"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.slow
+def test_from_twelve_tokens_the_owner_rank_sums_and_gathers():
+    step, result = run_step(12, npes=4, context=[130 * (i + 1) for i in range(12)])
+    tag = {"step": result.step, "layer": step.layer, "tokens": 12}
+    gathered = [step.peers.view(rank, "a_ag", **tag) for rank in range(4)]
+    for values, current in gathered:
+        assert current.all()
+        assert torch.equal(values, gathered[0][0])
+    owner = torch.arange(HIDDEN) // 32 % 4
+    sums = torch.zeros(12, HIDDEN)
+    for rank in range(4):
+        partials, current = step.peers.view(rank, "attn", **tag)
+        pairs = (owner == rank)[::2]
+        assert current[..., pairs].all()
+        assert not current[..., ~pairs].any()
+        total = torch.zeros(12, HIDDEN)
+        for source in range(4):
+            total = total + partials[source].float().view(12, HIDDEN)
+        sums[:, owner == rank] = total[:, owner == rank]
+    assert torch.equal(gathered[0][0].float().view(12, HIDDEN), sums.bfloat16().float())

@@ -1,0 +1,143 @@
+"""Where tasks run and how LDS is cut, against brute force and the published figures."""
+
+import pytest
+
+from m3lab.placement import LDS_BYTES, Placement
+from m3lab.shapes import MAX_TOKENS, ModelShape, RankShape
+
+SHAPE = RankShape()
+SMALL = RankShape(ModelShape(hidden=2048))
+ALL_TOKENS = range(1, MAX_TOKENS + 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "router", "shared"), [(1, 200, 216), (2, 210, 160), (3, 219, 160), (4, 228, 132)]
+)
+def test_bases_of_the_w4_rank_are_the_published_ones(tokens, router, shared):
+    bases = Placement(SHAPE, tokens).bases
+    assert bases["router"] == router
+    assert bases["shared"] == shared
+    assert bases["split"] == bases["ug"] == 0
+    assert bases["down"] == 8 * tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
+def test_split_merge_and_output_tasks_do_not_share_a_cta_while_there_is_room(tokens):
+    place = Placement(SHAPE, tokens)
+    split = place.ctas_of("split", place.split_tasks)
+    merge = place.ctas_of("merge", place.merge_tasks)
+    out = place.ctas_of("o", place.o_tasks)
+    assert len(split) == 8 * tokens
+    assert len(merge) == (0 if tokens == 1 else tokens)
+    assert not split & merge
+    if len(split) + len(merge) + len(out) <= place.blocks:
+        assert not out & (split | merge)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 16])
+def test_every_routed_up_gate_task_has_exactly_one_cta(tokens):
+    place = Placement(SHAPE, tokens)
+    total = sum(place.ug_tasks_of(cta) for cta in range(place.blocks))
+    assert total == 4 * 48 * tokens
+    assert place.ug_rounds == max(place.ug_tasks_of(cta) for cta in range(place.blocks))
+
+
+def test_tokens_get_equal_shares_of_the_ctas_only_where_they_divide_them():
+    assert [Placement(SHAPE, s).ug_ctas_per_token for s in (1, 2, 3, 4, 5, 8)] == [
+        None, None, None, 64, None, 32,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_no_window_of_shared_tasks_is_cheaper(tokens):
+    """The rule of the specification, window by window."""
+    place = Placement(SHAPE, tokens)
+    g = place.blocks
+    routed = [0] * g
+    for task in range(4 * 48 * tokens):
+        if tokens == 4:
+            cta = task // 192 * 64 + task % 192 % 64
+        else:
+            cta = task % g
+        routed[cta] += 1
+    router = {(place.bases["router"] + t) % g for t in range(16 * tokens)}
+    down = set(range(8 * tokens, 8 * tokens + 192))
+
+    def cost(base):
+        window = {(base + i) % g for i in range(96)}
+        peak = max(routed[c] for c in window)
+        busy = len(window & router)
+        return (peak, busy if peak == max(routed) else 0, len(window & down), busy)
+
+    best = min(range(g), key=cost)  # min keeps the first: the lowest base at a tie
+    assert place.bases["shared"] == best
+
+
+def test_shared_tasks_wait_for_the_routing_only_where_no_cta_is_lighter():
+    assert [Placement(SHAPE, s).shared_after_routing for s in (1, 2, 3, 4)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
+def test_wide_form_from_five_tokens_and_owner_reduce_from_twelve_with_peers():
+    assert [s for s in ALL_TOKENS if Placement(SHAPE, s).wide] == list(range(5, 17))
+    assert [s for s in ALL_TOKENS if Placement(SHAPE, s).owner_reduce] == list(range(12, 17))
+    assert not Placement(SHAPE, 16, npes=1).owner_reduce
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SMALL])
+def test_sixteen_rows_of_an_operand_start_in_distinct_banks(shape):
+    place = Placement(shape, 1)
+    for pitch in (place.xn8_row, place.xsc_row, place.mid_row, place.midsc_row, place.o_row):
+        assert len({row * pitch % 64 for row in range(16)}) == 16, pitch
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SMALL])
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_lds_of_every_build_fits_a_compute_unit(shape, tokens):
+    place = Placement(shape, tokens)
+    assert 0 < sum(4 * n for n in place.lds_words.values()) <= place.lds_bytes <= LDS_BYTES
+
+
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_pool_holds_each_stage_that_takes_its_turn(tokens):
+    for shape in (SHAPE, SMALL):
+        place = Placement(shape, tokens)
+        rows = tokens * (shape.o_k // 4 + 4)
+        if place.wide:
+            normed = tokens * (shape.hidden // 4 + 4 + shape.hidden // 32 + 4 + 128)
+            mids = (5 * tokens + 1) * (shape.inter // 4 + 4 + shape.inter // 32 + 4)
+            need = [rows, 8 * shape.o_k, normed + 8 * 64 * 4, mids]
+        else:
+            mids = 5 * shape.inter
+            need = [rows, tokens * shape.hidden // 2, tokens * (mids // 2 + mids // 4 + mids // 32)]
+        assert place.pool_words == max(need)
+
+
+@pytest.mark.parametrize(("tokens", "enough"), [(1, 200), (4, 224), (8, 64), (16, 128)])
+def test_too_few_ctas_are_refused_with_both_numbers(tokens, enough):
+    assert Placement(SHAPE, tokens, blocks=enough).blocks == enough
+    with pytest.raises(ValueError, match=f"at least {enough} CTAs, got {enough - 1}"):
+        Placement(SHAPE, tokens, blocks=enough - 1)
+
+
+@pytest.mark.parametrize("tokens", [0, 17])
+def test_token_counts_out_of_range_are_refused(tokens):
+    with pytest.raises(ValueError, match=rf"1\.\.16, got {tokens}"):
+        Placement(SHAPE, tokens)
+
+
+def test_peers_must_be_the_tp_width_or_one():
+    with pytest.raises(ValueError, match="TP width 4, got 2"):
+        Placement(SHAPE, 1, npes=2)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_ranks_of_other_widths_are_refused_until_they_are_built(tp):
+    with pytest.raises(ValueError, match=f"not built yet.*TP width {tp}"):
+        Placement(RankShape(tp=tp), 1, npes=1)
+
+
+def test_a_shape_whose_lds_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=f"more than the {LDS_BYTES} of a compute unit"):
+        Placement(RankShape(ModelShape(hidden=16384)), 4, blocks=1024)
