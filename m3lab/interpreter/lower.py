@@ -8,6 +8,7 @@ interprets nothing: what it does not recognise it copies by name, and the machin
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import Any
 
 from m3lab.interpreter.program import Frame, LdsGlobal, Op, Program, Region, Type, walk
@@ -33,7 +34,7 @@ def lower(module: Any, kernel_name: str | None = None) -> Program:
 class _Lowering:
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.slots: dict[Any, int] = {}
+        self.slots: dict[int, int] = {}
         self.slot_types: list[Type] = []
         self.locs: list[tuple[Frame, ...]] = [()]
         self.loc_ids: dict[tuple[Frame, ...], int] = {(): 0}
@@ -111,12 +112,12 @@ class _Lowering:
 
     def _new_slot(self, value: Any) -> int:
         slot = len(self.slot_types)
-        self.slots[value] = slot
+        self.slots[_key(value)] = slot
         self.slot_types.append(_type(value.type))
         return slot
 
     def _op(self, op: Any) -> Op:
-        operands = tuple(self.slots[v] for v in op.operands)
+        operands = tuple(self.slots[_key(v)] for v in op.operands)
         attrs = {named.name: _attr(named.attr) for named in _named_attrs(op)}
         kind = op.name
         if kind in ("llvm.call_intrinsic",):
@@ -155,6 +156,14 @@ class _Lowering:
                 self.locs.append(frames)
             self.loc_cache[text] = known
         return known
+
+
+def _key(value: Any) -> int:
+    """A value's identity. FlyDSL overloads ``==`` of values to trace a comparison, so they must not
+    be keys themselves."""
+    from flydsl._mlir import ir
+
+    return ir.Value.__hash__(value)
 
 
 def _named_attrs(op: Any) -> list[Any]:
@@ -250,6 +259,7 @@ def _frames(loc: Any) -> list[Frame]:
     return []
 
 
+@lru_cache(maxsize=1024)
 def _short_path(path: str) -> str:
     """Path inside the package, else the bare file name: Programs carry no machine's paths."""
     if path.startswith(_PACKAGE_PARENT + os.sep):
