@@ -1,4 +1,4 @@
-"""The same bits under every schedule: random turns of CTA groups, ranks held back, stages held back.
+"""The same bits under every schedule: random turns of CTA groups, late ranks, late stages.
 
 Lockstep hides what a GPU may show; here the four ranks' CTAs are cut into groups that take turns at
 barriers and polls in a random order, with every check on and unwritten memory poisoned.

@@ -1,4 +1,4 @@
-"""Loads, stores and fences: global memory through pointers and buffer resources, and LDS.
+"""Loads, stores and fences of global memory, through pointers and buffer resources.
 
 Cache policy: an ``aux`` of a buffer access has SC0 = 1, NT = 2, SC1 = 16 (gfx940 and later); SC1 is
 device scope, SC0 | SC1 system scope. An LLVM atomic access has its ``syncscope``.
@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import taint
+from m3lab.interpreter import lds_access, taint
 from m3lab.interpreter.errors import (
-    LdsRace,
     Misaligned,
     NonUniform,
     OutOfBounds,
@@ -24,63 +23,12 @@ from m3lab.interpreter.memory import BASE, Allocation, _Miss
 from m3lab.interpreter.ops.pointer import type_bytes
 from m3lab.interpreter.order import DEVICE, NONE, SYSTEM, Violation
 from m3lab.interpreter.prepare import machine_op
-from m3lab.interpreter.program import Type
+from m3lab.interpreter.words import ELEMENTS, alignment, as_type, as_words, gather, mark_as, unit_of
 
 _SC0, _SC1 = 1, 16
 _NO_LIMIT = 0xFFFFFFFF
-_ELEM = {
-    "i1": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
-    "i64": torch.int64, "index": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16,
-    "f32": torch.float32, "f64": torch.float64, "ptr<3>": torch.int32,
-}  # fmt: skip
 _SCOPES = {"": SYSTEM, "agent": DEVICE, "agent-one-as": DEVICE, "one-as": SYSTEM}
 _ACQUIRE, _RELEASE, _ACQ_REL = 4, 5, 6  # llvm::AtomicOrdering
-
-
-# ---------------------------------------------------------------------- raw bytes
-
-
-def _gather(views: dict[int, torch.Tensor], offset: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Bytes at ``offset`` (any shape) as int words: [..., k] of the widest aligned unit."""
-    unit = _unit(offset, nbytes)
-    if unit == nbytes:
-        flat = views[unit].index_select(0, (offset // unit).reshape(-1))
-        if unit == 16:
-            return flat.view(*offset.shape, 4)
-        return flat.view(*offset.shape, 1)
-    parts = []
-    for k in range(0, nbytes, unit):
-        flat = views[unit].index_select(0, ((offset + k) // unit).reshape(-1))
-        parts.append(flat.view(*offset.shape, -1))
-    return torch.cat(parts, -1)
-
-
-def _unit(offset: torch.Tensor, nbytes: int) -> int:
-    unit = nbytes & -nbytes
-    unit = min(unit, 16)
-    while unit > 1 and bool((offset % unit).any()):
-        unit //= 2
-    return unit
-
-
-def _typed(raw: torch.Tensor, t: Type) -> torch.Tensor:
-    """Gathered words as a value of type ``t``."""
-    dtype = _ELEM.get(t.elem, torch.int64)
-    value = raw.view(dtype) if raw.dtype != dtype else raw
-    if t.elem == "i1":
-        value = value != 0
-    return value if t.n else value.squeeze(-1)
-
-
-def _raw(value: torch.Tensor, nbytes: int, unit: int, vector: bool) -> torch.Tensor:
-    """A value's bytes as int words of ``unit`` bytes, [..., nbytes // unit]."""
-    if value.dtype == torch.bool:
-        value = value.to(torch.uint8)
-    if not vector:
-        value = value.unsqueeze(-1)
-    want = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int32}[unit]
-    value = value.contiguous()
-    return value.view(want) if value.dtype != want else value
 
 
 # ---------------------------------------------------------------------- global memory
@@ -105,7 +53,7 @@ def _check_access(
         found = [one]
     else:
         found = _locate(machine, op, act, lane_off, nbytes)
-    natural = min(nbytes & -nbytes, 4) if op.kind.startswith("rocdl") else _alignment(op, nbytes)
+    natural = min(nbytes & -nbytes, 4) if op.kind.startswith("rocdl") else alignment(op, nbytes)
     if natural > 1 and bool((lane_off % natural).any()):
         bad = (lane_off % natural) != 0
         at = machine.first(bad.expand(*bad.shape[:2], bad.shape[2]))
@@ -114,10 +62,6 @@ def _check_access(
             f"{machine.where(at)} uses {memory.describe(int(lane_off[at]))}"
         )
     return lane_off, found
-
-
-def _alignment(op: Any, nbytes: int) -> int:
-    return int(op.attrs.get("alignment", 1) or 1)
 
 
 def _locate(
@@ -156,34 +100,28 @@ def _load(
     safe, found = _check_access(machine, op, act, offset, nbytes, live)
     if not found:  # no lane really loads
         shape = (1, 1, 1, t.n) if t.n else (1, 1, 1)
-        dtype = torch.bool if t.elem == "i1" else _ELEM.get(t.elem, torch.int64)
+        dtype = torch.bool if t.elem == "i1" else ELEMENTS.get(t.elem, torch.int64)
         machine.set(op.results[0], torch.zeros(shape, dtype=dtype, device=memory.device))
         return
-    raw = _gather(memory.views, safe, nbytes)
+    raw = gather(memory.views, safe, nbytes)
     if op.spin:
         machine.polls.append((op, safe, raw, live))
         machine.poll_act = act
     unknown: Any = None
     if machine.checks.taint and any(a.tracked for a in found):
-        written = _gather(memory.defined_views, safe, nbytes)
+        written = gather(memory.defined_views, safe, nbytes)
         if bool((written != -1).any()) if written.dtype != torch.uint8 else True:
             mark = ~written
             if zero is not None:
                 mark = torch.where(zero.unsqueeze(-1), torch.zeros_like(mark), mark)
-            unknown = taint._clean(_mark(mark, t))
+            unknown = taint.clean(mark_as(mark, t))
     if zero is not None and bool(zero.any()):
         raw = torch.where(zero.unsqueeze(-1), torch.zeros_like(raw), raw)
-    machine.set(op.results[0], _typed(raw, t), unknown)
+    machine.set(op.results[0], as_type(raw, t), unknown)
     _count(machine, op, act, safe, nbytes, found, scope, live, "load")
     order = machine.shared.order
     if order is not None and any(a.written >= order.start for a in found):
         _check_order(machine, op, act, safe, nbytes, live, scope)
-
-
-def _mark(mark: torch.Tensor, t: Type) -> torch.Tensor:
-    if t.elem == "i1":
-        return (mark != 0).squeeze(-1)
-    return _typed(mark, t).view(taint.int_dtype(_ELEM.get(t.elem, torch.int64)))
 
 
 def _check_order(
@@ -216,11 +154,12 @@ def _check_order(
         keep &= some
     flat = [t[keep] for t in (entries, ids, waves)]
     whole = act.mask is None and len(act.waves) == machine.n_waves
-    bad = order.load(op.index, *flat, scope, op.spin, whole)
+    bad = order.load(op.index, flat[0], flat[1], flat[2], scope, op.spin, whole)
     if bad is None:
         return
     at = bad.at if isinstance(bad, Violation) else bad[0]
-    where = tuple(int(i) for i in keep.nonzero()[at])
+    c, w, lane = (int(i) for i in keep.nonzero()[at])
+    where = (c, w, lane)
     place = memory.describe(int(offset.expand(shape)[where]))
     if isinstance(bad, Violation):
         if not machine.checks.stale:
@@ -248,8 +187,8 @@ def _store(
         return
     machine.forbid_taint(slot, act, "a store", live)
     safe, found = _check_access(machine, op, act, offset, nbytes, live)
-    unit = _unit(safe, nbytes)
-    words = _raw(value, nbytes, unit, t.n > 0)
+    unit = unit_of(safe, nbytes)
+    words = as_words(value, nbytes, unit, t.n > 0)
     shape = torch.broadcast_shapes(safe.shape, words.shape[:3])
     if live is not None:
         shape = torch.broadcast_shapes(shape, live.shape)
@@ -430,7 +369,7 @@ def load(machine: Machine, op: Any, act: Active) -> None:
     machine.forbid_taint(op.operands[0], act, "an address")
     ptr = machine.vals[op.operands[0]]
     if op.in_types[0].elem == "ptr<3>":
-        _lds_load(machine, op, act, ptr)
+        lds_access.load(machine, op, act, ptr)
         return
     scope = _pointer_scope(op)
     _load(machine, op, act, ptr - BASE, act.mask, scope, None)
@@ -443,7 +382,7 @@ def store(machine: Machine, op: Any, act: Active) -> None:
     machine.forbid_taint(op.operands[1], act, "an address")
     ptr = machine.vals[op.operands[1]]
     if op.in_types[1].elem == "ptr<3>":
-        _lds_store(machine, op, act, ptr)
+        lds_access.store(machine, op, act, ptr)
         return
     scope = _pointer_scope(op)
     if int(op.attrs.get("ordering", 0) or 0) in (_RELEASE, _ACQ_REL, 7):
@@ -520,206 +459,3 @@ def block_id(machine: Machine, op: Any, act: Active) -> None:
     else:
         value = index // (grid[0] * grid[1])
     machine.set(op.results[0], value)
-
-
-# ---------------------------------------------------------------------- LDS
-
-
-def _lds_address(
-    machine: Machine, op: Any, act: Active, ptr: torch.Tensor, nbytes: int
-) -> tuple[torch.Tensor, Any]:
-    """Checked byte addresses in the CTA's LDS (lanes off: a safe one) and the live mask."""
-    live = act.mask
-    addr = ptr
-    if live is not None and addr.numel() > 1:
-        if not bool(live.any()):
-            return addr[:1, :1, :1] * 0, live
-        wide = torch.broadcast_shapes(live.shape, addr.shape)
-        some, addr = live.expand(wide), addr.expand(wide)
-        addr = torch.where(some, addr, addr[some][0])
-    lo, hi = int(addr.min()), int(addr.max())
-    if lo < 0 or hi + nbytes > machine.program.lds_bytes:
-        bad = (addr < 0) | (addr + nbytes > machine.program.lds_bytes)
-        at = machine.first(bad)
-        raise OutOfBounds(
-            f"{machine.line(op)}: LDS byte {int(addr[at])} (+{nbytes}) is outside the CTA's "
-            f"{machine.program.lds_bytes} bytes ({machine.where(at)})"
-        )
-    need = min(_alignment(op, nbytes), nbytes & -nbytes)
-    if need > 1 and bool((addr % need).any()):
-        at = machine.first((addr % need) != 0)
-        raise Misaligned(
-            f"{machine.line(op)}: LDS byte {int(addr[at])} must be aligned to {need} bytes for a "
-            f"{nbytes}-byte access ({machine.where(at)})"
-        )
-    return addr, live
-
-
-def _lds_flat(machine: Machine, act: Active, addr: torch.Tensor) -> torch.Tensor:
-    """Byte offsets into the routine's LDS storage: [c, w | 1, 64 | 1]."""
-    rows = act.rows.view(-1, 1, 1)
-    return rows * (machine.lds.words * 4) + addr
-
-
-def _lds_load(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
-    t = op.types[0]
-    nbytes = type_bytes(t)
-    addr, live = _lds_address(machine, op, act, ptr, nbytes)
-    offset = _lds_flat(machine, act, addr)
-    raw = _gather(machine.lds.views, offset, nbytes)
-    machine.counters.lds(op, addr, nbytes, act, machine, "load")
-    unknown: Any = None
-    checks = machine.checks
-    if checks.races or checks.taint:
-        unknown = _lds_read_checks(machine, op, act, offset, live, t, nbytes)
-    machine.set(op.results[0], _typed(raw, t), unknown)
-
-
-def _spread(
-    act: Active, offset: torch.Tensor, live: Any, words: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, Any]:
-    """Flat word indices of an LDS access with CTA row and wave of each, active lanes only."""
-    c, w, _ = act.shape
-    lanes = offset.shape[2]
-    shape = (c, w, max(lanes, 1 if live is None else live.shape[2]))
-    first = (offset // 4).expand(shape)
-    rows = act.rows.view(-1, 1, 1).expand(shape)
-    waves = act.waves.view(1, -1, 1).expand(shape)
-    keep = None
-    if live is not None:
-        keep = live.expand(shape)
-        first, rows, waves = first[keep], rows[keep], waves[keep]
-    first, rows, waves = first.reshape(-1), rows.reshape(-1), waves.reshape(-1)
-    if words > 1:
-        steps = torch.arange(words, device=first.device)
-        first = (first[:, None] + steps).reshape(-1)
-        rows = rows.repeat_interleave(words)
-        waves = waves.repeat_interleave(words)
-    return first, rows, waves, keep, shape
-
-
-def _lds_read_checks(
-    machine: Machine, op: Any, act: Active, offset: torch.Tensor, live: Any, t: Type, nbytes: int
-) -> Any:
-    words = (nbytes + 3) // 4
-    flat, rows, waves, keep, shape = _spread(act, offset, live, words)
-    never, raced = machine.lds.reads_race(flat, rows, waves)
-    if machine.checks.races and bool(raced.any()):
-        i = int(raced.nonzero()[0, 0])
-        _lds_race(machine, op, int(flat[i]), int(rows[i]), int(waves[i]), "reads", "changed")
-    if not machine.checks.taint or not bool(never.any()):
-        return None
-    lane_bad = never.view(-1, words)
-    mark = torch.zeros((*shape, words), dtype=torch.bool, device=flat.device)
-    if keep is not None:
-        mark[keep] = lane_bad
-    else:
-        mark = lane_bad.view(*shape, words)
-    bits = torch.where(mark, -1, 0).to(torch.int32)
-    if nbytes < 4:
-        bits = bits.to({1: torch.int8, 2: torch.int16}[nbytes])
-    return taint._clean(_mark(bits.contiguous(), t))
-
-
-def _lds_race(
-    machine: Machine, op: Any, word: int, row: int, wave: int, does: str, did: str
-) -> None:
-    byte = word % machine.lds.words * 4
-    name = next(
-        (g.name for g in machine.program.lds if g.offset <= byte < g.offset + g.nbytes), "LDS"
-    )
-    raise LdsRace(
-        f"{machine.line(op)}: wave {wave} {does} LDS byte {byte} ({name}) which another wave {did} "
-        f"since the last barrier (rank {int(machine.ctas.ranks[row])} "
-        f"CTA {int(machine.ctas.blocks[row])})"
-    )
-
-
-def _lds_store(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
-    slot = op.operands[0]
-    t = op.in_types[0]
-    nbytes = type_bytes(t)
-    if act.mask is not None and not bool(act.mask.any()):
-        return
-    machine.forbid_taint(slot, act, "a store to LDS")
-    addr, live = _lds_address(machine, op, act, ptr, nbytes)
-    offset = _lds_flat(machine, act, addr)
-    unit = _unit(offset, nbytes)
-    words = _raw(machine.vals[slot], nbytes, unit, t.n > 0)
-    c, w, _ = act.shape
-    lanes = max(offset.shape[2], words.shape[2], 1 if live is None else live.shape[2])
-    shape = (c, w, lanes)
-    offset = offset.expand(shape)
-    words = words.expand(*shape, words.shape[-1])
-    if live is not None:
-        keep = live.expand(shape)
-        flat, data = offset[keep], words[keep]
-    else:
-        flat, data = offset.reshape(-1), words.reshape(-1, words.shape[-1])
-    view = machine.lds.views[unit]
-    indices = [(flat + k) // unit for k in range(0, nbytes, unit)]
-    parts = [
-        data[:, 4 * k : 4 * k + 4] if unit == 16 else data[:, k] for k in range(nbytes // unit)
-    ]
-    if machine.checks.races:
-        old = [view.index_select(0, i) for i in indices]
-        _lds_write_checks(machine, op, act, offset, live, nbytes, unit, old, parts)
-    for i, part in zip(indices, parts, strict=True):
-        view[i] = part
-    if machine.checks.races and (c * w > c or lanes > 1):
-        _lds_same_store(machine, op, act, offset, live, view, indices, parts)
-    machine.counters.lds(op, addr, nbytes, act, machine, "store")
-
-
-def _lds_write_checks(
-    machine: Machine,
-    op: Any,
-    act: Active,
-    offset: torch.Tensor,
-    live: Any,
-    nbytes: int,
-    unit: int,
-    old: list[torch.Tensor],
-    new: list[torch.Tensor],
-) -> None:
-    words = (nbytes + 3) // 4
-    flat, rows, waves, _, _ = _spread(act, offset, live, words)
-    was = torch.cat([o.reshape(len(o), -1) for o in old], 1)
-    now = torch.cat([n.reshape(len(n), -1) for n in new], 1)
-    differs = was != now
-    if unit == 8:
-        differs = differs.repeat_interleave(2, 1)
-    elif unit < 4:
-        differs = differs.view(len(differs), words, -1).any(-1)
-    changed = differs.reshape(-1)
-    raced = machine.lds.writes_race(flat, rows, waves, changed)
-    if bool(raced.any()):
-        i = int(raced.nonzero()[0, 0])
-        _lds_race(
-            machine, op, int(flat[i]), int(rows[i]), int(waves[i]), "changes", "read or changed"
-        )
-
-
-def _lds_same_store(
-    machine: Machine,
-    op: Any,
-    act: Active,
-    offset: torch.Tensor,
-    live: Any,
-    view: torch.Tensor,
-    indices: list[torch.Tensor],
-    parts: list[torch.Tensor],
-) -> None:
-    """Two lanes of one store giving one word different values."""
-    for i, part in zip(indices, parts, strict=True):
-        got = view.index_select(0, i)
-        differ = got != part
-        if differ.dim() > 1:
-            differ = differ.any(1)
-        if bool(differ.any()):
-            at = int(differ.nonzero()[0, 0])
-            _, rows, waves, _, _ = _spread(act, offset, live, 1)
-            _lds_race(
-                machine, op, int(i[at]) * (machine.lds.data.numel() // view.shape[0]) // 4,
-                int(rows[at]), int(waves[at]), "changes", "(or another lane) changes",
-            )  # fmt: skip

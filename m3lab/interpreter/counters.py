@@ -32,7 +32,7 @@ class Counters:
         self.lds_accesses: dict[str, int] = defaultdict(int)
         self.lds_cycles: dict[str, int] = defaultdict(int)
         self.lds_ideal: dict[str, int] = defaultdict(int)
-        self._conflicts: dict[tuple[int, int], tuple[int, int]] = {}
+        self._conflicts: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     # ------------------------------------------------------------------ events
 
@@ -78,15 +78,11 @@ class Counters:
         if not self.bank_conflicts:
             return
         self.lds_accesses[stage] += c * w
-        if addr.shape[0] == 1:
-            key = (id(machine.prepared), op.index, addr.shape[1])
-            known = self._conflicts.get(key)  # type: ignore[call-overload]
-            if known is None:
-                known = self._conflicts[key] = bank_cycles(addr[0], nbytes)  # type: ignore[index]
-            scale = c * (w // addr.shape[1])
-        else:
-            known = bank_cycles(addr[0], nbytes)
-            scale = c * (w // addr.shape[1])
+        scale = c * (w // addr.shape[1])
+        key = (id(machine.prepared), op.index, addr.shape[1])
+        known = self._conflicts.get(key) if addr.shape[0] == 1 else None
+        if known is None:  # addresses that differ by CTA: the first CTA's stand for all
+            known = self._conflicts[key] = bank_cycles(addr[0], nbytes)
         self.lds_cycles[stage] += known[0] * scale
         self.lds_ideal[stage] += known[1] * scale
 

@@ -238,9 +238,9 @@ def _attr(attr: Any) -> Any:
         ir.DenseBoolArrayAttr,
     ):
         if isinstance(attr, dense):
-            return [v for v in attr]
+            return list(attr)
     if isinstance(attr, (ir.DenseIntElementsAttr, ir.DenseFPElementsAttr)):
-        return [v for v in attr]
+        return list(attr)
     return str(attr)
 
 
@@ -254,9 +254,9 @@ def _frames(loc: Any) -> list[Frame]:
         return _frames(loc.child_loc)
     if isinstance(loc, ir.FusedLoc):
         return [f for child in loc.locations for f in _frames(child)]
-    if isinstance(loc, ir.FileLineColLoc) and loc.filename not in ("", "-") and loc.filename[0] != "<":
-        return [Frame(_short_path(loc.filename), loc.start_line)]
-    return []
+    if not isinstance(loc, ir.FileLineColLoc) or loc.filename in ("", "-"):
+        return []
+    return [] if loc.filename[0] == "<" else [Frame(_short_path(loc.filename), loc.start_line)]
 
 
 @lru_cache(maxsize=1024)

@@ -245,9 +245,7 @@ class Machine:
                 if part is not None:
                     self.taints[s] = part
 
-    def forbid_new_nan(
-        self, op: Any, act: Active, operands: list[Value], result: Value
-    ) -> None:
+    def forbid_new_nan(self, op: Any, act: Active, operands: list[Value], result: Value) -> None:
         """Raise NaNMade when an active lane's result is NaN and none of its operands is."""
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return
@@ -434,7 +432,7 @@ class Machine:
         stuck = self.unsatisfied(loop)
         if not stuck:
             return "a loop whose condition no load decides"
-        load, offsets, raw, missing = stuck[0]
+        _, offsets, raw, missing = stuck[0]
         self.act = self.poll_act
         index = self.first(missing)
         found = raw.expand(*missing.shape, raw.shape[-1])[index].tolist()

@@ -81,7 +81,8 @@ class Order:
             self.covers[row].scatter_reduce_(0, ctas, now, "amax")
         self.undrained[ctas, waves] = torch.clamp(self.undrained[ctas, waves], max=seq)
         self.last_store[ctas, waves] = seq
-        return (seq << _SEQ_SHIFT) | (scope << (_CTA_BITS + _WAVE_BITS)) | (waves << _CTA_BITS) | ctas
+        named = (seq << _SEQ_SHIFT) | (scope << (_CTA_BITS + _WAVE_BITS))
+        return named | (waves << _CTA_BITS) | ctas
 
     def fence(
         self, ctas: torch.Tensor, waves: torch.Tensor, scope: int, acquire: bool, release: bool

@@ -130,9 +130,7 @@ class _Preparer:
             if op.kind == "scf.while":
                 self.spins |= _spin_loads(op)
         body = self.code(self.program.body, ())
-        return Prepared(
-            self.program, body, self.folded, self.stages, self.stage_of, self.loops
-        )
+        return Prepared(self.program, body, self.folded, self.stages, self.stage_of, self.loops)
 
     # ------------------------------------------------------------------ binding
 
@@ -151,7 +149,7 @@ class _Preparer:
             bound.last = tuple(s for s in op.last if s not in self.folded)
             bound.stage = self.stage_of[op.loc]
             bound.spin = op.index in self.spins
-            inner = loops + (op.index,) if op.kind in ("scf.for", "scf.while") else loops
+            inner = (*loops, op.index) if op.kind in ("scf.for", "scf.while") else loops
             bound.codes = tuple(self.code(r, inner) for r in op.regions)
             steps.append((*self.bind(op), bound))
             pure = pure and steps[-1][0] == LANE_STEP

@@ -86,9 +86,9 @@ def run(
     began = time.perf_counter()
     rng = random.Random(seed)
     sizes = [_grid(launch.program) for launch in launches]
-    ranks = torch.cat(
-        [torch.full((n,), x.rank) for n, x in zip(sizes, launches, strict=True)]
-    ).to(memory.device)
+    ranks = torch.cat([torch.full((n,), x.rank) for n, x in zip(sizes, launches, strict=True)]).to(
+        memory.device
+    )
     total = int(sum(sizes))
     if total > 1 << 16:
         raise ValueError(f"the launches have {total} CTAs together; at most {1 << 16} can run")

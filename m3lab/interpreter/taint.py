@@ -54,17 +54,17 @@ def of(op: Op, operands: list[Any], taints: list[Any], result: Any) -> Any:
         return tuple(_smear(op, taints, r) for r in result)
     kind = op.kind
     if kind == "arith.andi":
-        return _clean(_and(operands, taints))
+        return clean(_and(operands, taints))
     if kind == "arith.ori":
-        return _clean(_or(operands, taints))
+        return clean(_or(operands, taints))
     if kind == "arith.xori":
         t = [x for x in taints if x is not None]
-        return _clean(t[0] | t[1] if len(t) == 2 else t[0].expand(result.shape).clone())
+        return clean(t[0] | t[1] if len(t) == 2 else t[0].expand(result.shape).clone())
     if kind in ("arith.shli", "arith.shrui", "arith.shrsi") and taints[1] is None:
         fn = LANE["arith.shrui" if kind == "arith.shrui" else kind]
-        return _clean(fn(op, taints[0], operands[1]))
+        return clean(fn(op, taints[0], operands[1]))
     if kind == "arith.select":
-        return _clean(_select(operands, taints, result))
+        return clean(_select(operands, taints, result))
     if kind in _MOVES and kind in LANE:
         parts = [
             t if t is not None else torch.zeros_like(_bits(v))
@@ -72,7 +72,7 @@ def of(op: Op, operands: list[Any], taints: list[Any], result: Any) -> Any:
         ]
         try:
             moved = LANE[kind](op, *[_as(v, t) for v, t in zip(operands, parts, strict=True)])
-            return _clean(_bits(moved))
+            return clean(_bits(moved))
         except (RuntimeError, TypeError):
             pass
     return _smear(op, taints, result)
@@ -87,8 +87,8 @@ def moved(fn: Any, op: Op, operands: list[Any], taint: torch.Tensor, mask: Any) 
     """Taint of a cross-lane move: the move itself, run on its first operand's taint."""
     result, _ = fn(op, _as(operands[0], taint), *operands[1:], mask=mask)
     if isinstance(result, tuple):
-        return tuple(_clean(_bits(r)) for r in result)
-    return _clean(_bits(result))
+        return tuple(clean(_bits(r)) for r in result)
+    return clean(_bits(result))
 
 
 def _and(values: list[torch.Tensor], taints: list[Any]) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _or(values: list[torch.Tensor], taints: list[Any]) -> torch.Tensor:
 
 
 def _select(values: list[torch.Tensor], taints: list[Any], result: torch.Tensor) -> torch.Tensor:
-    cond, a, b = values
+    cond = values[0]
     tc, ta, tb = taints
     if cond.dim() < result.dim():
         cond = cond.unsqueeze(-1)
@@ -143,9 +143,9 @@ def _smear(op: Op, taints: list[Any], result: torch.Tensor) -> torch.Tensor | No
     if vector:
         hit = hit.unsqueeze(-1)
     full = full_like(result)
-    return _clean(torch.where(hit, full, torch.zeros_like(full)))
+    return clean(torch.where(hit, full, torch.zeros_like(full)))
 
 
-def _clean(taint: torch.Tensor) -> torch.Tensor | None:
+def clean(taint: torch.Tensor) -> torch.Tensor | None:
     """None where no bit is left."""
     return taint if bool((taint != 0).any()) else None

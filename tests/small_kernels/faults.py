@@ -379,14 +379,13 @@ def later_writer(buggy):
 
     @traced
     def body(a, b, n, lds):
-        if const_expr(not buggy):
-            if fx.block_idx.x == 0:
-                put(b, fx.Int32(0), n, isa.DEVICE)
+        before, after = (fx.Int32(2), fx.Int32(0)) if buggy else (fx.Int32(0), fx.Int32(2))
+        if fx.block_idx.x == before:
+            put(b, before, n, isa.DEVICE)
         if fx.block_idx.x == 1:
             wait_for(b, fx.Int32(0), n)
-        if const_expr(buggy):
-            if fx.block_idx.x == 0:
-                put(b, fx.Int32(0), n, isa.DEVICE)
+        if fx.block_idx.x == after:
+            put(b, after, n, isa.DEVICE)
 
     return body
 

@@ -38,11 +38,11 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if a.dtype == torch.float64:
         raise ValueError("fma of fp64 is not modelled (f16, bf16 and f32 are)")
     x, y, z = (v.to(torch.float64) for v in (a, b, c))
-    product = x * y
-    total = product + z
+    total = torch.addcmul(z, x, y)
     if a.dtype == torch.float32 and total.device.type == "cpu" and not _may_tie(total):
         return total.to(torch.float32)
     # TwoSum (Knuth): the exact error of the fp64 addition
+    product = x * y
     back = total - product
     residue = (product - (total - back)) + (z - back)
     return narrow(round_to_odd(total, residue), a.dtype)
@@ -50,9 +50,13 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def _may_tie(total: Tensor) -> bool:
     """Could narrowing fp64 ``total`` to fp32 meet a midpoint, or a denormal's shorter mantissa?"""
-    bits = total.view(torch.int64)
-    tie = ((bits & 0x1FFFFFFF) == 0x10000000) | ((total.abs() < 2.0**-126) & (total != 0))
-    return bool(tie.any())
+    past_fp32 = total.view(torch.int64) & 0x1FFFFFFF
+    if int((past_fp32 ^ 0x10000000).amin()) == 0:
+        return True
+    size = total.abs()
+    if float(size.amin()) >= 2.0**-126:
+        return False
+    return bool(((size < 2.0**-126) & (total != 0)).any())
 
 
 @lane_op(

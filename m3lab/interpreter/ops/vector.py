@@ -64,7 +64,12 @@ def broadcast(op: Op, x: Tensor) -> Tensor:
 def from_elements(op: Op, *elements: Tensor) -> Tensor:
     if len(elements) == 1:
         return elements[0].unsqueeze(-1)
-    return torch.stack(torch.broadcast_tensors(*elements), dim=-1)
+    shape = torch.broadcast_shapes(*(e.shape for e in elements))
+    first = elements[0]
+    result = torch.empty((*shape, len(elements)), dtype=first.dtype, device=first.device)
+    for i, element in enumerate(elements):  # half the time of torch.stack
+        result[..., i] = element
+    return result
 
 
 @lane_op("vector.to_elements")
