@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from m3lab import reference, sweep
     from m3lab.checkpoint import load_layer
-    from m3lab.interpreter import run
+    from m3lab.interpreter.run import run
     from m3lab.kernels.post_attn import build_post_attn_kernel
     from m3lab.memory import PeerBuffers, Scratch, StepCounter
     from m3lab.shapes import CacheLayout, IndexHeads, ModelShape, RankShape
@@ -45,7 +45,7 @@ _HOME = {
     "random_layer": "m3lab.weights",
     "load_layer": "m3lab.checkpoint",
     "DecodeStep": "m3lab.step",
-    "run": "m3lab.interpreter",
+    "run": "m3lab.interpreter.run",
 }
 _MODULES = ("reference", "sweep")
 _LATER = ("build_pre_attn_kernel", "build_index_score_kernel")

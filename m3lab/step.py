@@ -294,10 +294,13 @@ class DecodeStep:
         ``options`` go to ``m3lab.interpreter.run`` (checks, seed, cta_groups, delay ...). Every run
         is a new step: tags never repeat on the same scratch.
         """
-        from m3lab.interpreter import Launch, run
+        from m3lab.interpreter import Launch
+        from m3lab.interpreter.run import run
 
         if not self._ranks:
             self.prepare()
+        assert self._memory is not None
+        assert self.build.program is not None
         launches = []
         for rank in self._ranks:
             rank.begin_step()

@@ -196,8 +196,9 @@ def _sentence(exc: ValidationError, source: str) -> str:
     first = errors[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        section = {"grid": Grid, "cases": OneCase}.get(str(first["loc"][0]), Params)
-        section = Params if len(first["loc"]) == 1 else section
+        sections: dict[str, type[_Strict]] = {"grid": Grid, "cases": OneCase}
+        nested = len(first["loc"]) > 1
+        section = sections.get(str(first["loc"][0]), Params) if nested else Params
         known = ", ".join(section.model_fields)
         text = f"{source}: {key}: unknown key (value {first['input']!r}); known keys are {known}"
     elif first["type"] == "value_error":

@@ -167,7 +167,7 @@ def git_state() -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """What made a result: revision, versions, machine."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in VERSIONS_OF:
         try:
             versions[name] = metadata.version(name)
