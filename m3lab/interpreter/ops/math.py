@@ -39,24 +39,33 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         raise ValueError("fma of fp64 is not modelled (f16, bf16 and f32 are)")
     x, y, z = (v.to(torch.float64) for v in (a, b, c))
     total = torch.addcmul(z, x, y)
-    if a.dtype == torch.float32 and total.device.type == "cpu" and not _may_tie(total):
-        return total.to(torch.float32)
+    if a.dtype != torch.float32 or total.device.type != "cpu":
+        return narrow(_to_odd(x, y, z, total), a.dtype)
+    result = total.to(torch.float32)
+    if _may_tie(total):
+        bits = total.view(torch.int64) & 0x1FFFFFFF
+        doubtful = (bits == 0x10000000) | ((total.abs() < 2.0**-126) & (total != 0))
+        x, y, z = (v.expand(total.shape)[doubtful] for v in (x, y, z))
+        result[doubtful] = _to_odd(x, y, z, total[doubtful]).to(torch.float32)
+    return result
+
+
+def _to_odd(x: Tensor, y: Tensor, z: Tensor, total: Tensor) -> Tensor:
+    """``total`` = fp64(x y + z) rounded to odd instead, x y being exact."""
     # TwoSum (Knuth): the exact error of the fp64 addition
     product = x * y
     back = total - product
     residue = (product - (total - back)) + (z - back)
-    return narrow(round_to_odd(total, residue), a.dtype)
+    return round_to_odd(total, residue)
 
 
 def _may_tie(total: Tensor) -> bool:
-    """Could narrowing fp64 ``total`` to fp32 meet a midpoint, or a denormal's shorter mantissa?"""
-    past_fp32 = total.view(torch.int64) & 0x1FFFFFFF
-    if int((past_fp32 ^ 0x10000000).amin()) == 0:
-        return True
-    size = total.abs()
-    if float(size.amin()) >= 2.0**-126:
-        return False
-    return bool(((size < 2.0**-126) & (total != 0)).any())
+    """Could narrowing fp64 ``total`` to fp32 meet a midpoint, or a denormal's shorter mantissa?
+
+    Quick and never wrong when it says no: minima cost a tenth of comparisons.
+    """
+    past_fp32 = (total.view(torch.int64) & 0x1FFFFFFF) ^ 0x10000000
+    return int(past_fp32.amin()) == 0 or not float(total.abs().amin()) >= 2.0**-126
 
 
 @lane_op(
