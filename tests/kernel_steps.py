@@ -22,9 +22,9 @@ def rank_shape(**model):
     return RankShape(ModelShape(hidden=HIDDEN, **model))
 
 
-def run_step(tokens, scores=None, model=None, change=None, **options):
+def run_step(tokens, scores=None, model=None, change=None, poke=None, **options):
     """(prepared step, its result) of one launch; ``scores``: fp32 [tokens, blocks] for every index
-    head; ``change(inputs)`` -> the inputs to use."""
+    head; ``change(inputs)`` -> the inputs to use; ``poke(step)`` changes the prepared memory."""
     schedule = options.pop("schedule", {})
     # what nobody wrote is NaN, and an error where it matters
     memory = Memory(poison=True)
@@ -36,6 +36,8 @@ def run_step(tokens, scores=None, model=None, change=None, **options):
     if change is not None:
         inputs = change(inputs)
     step.prepare(inputs)
+    if poke is not None:
+        poke(step)
     return step, step.run(**schedule)
 
 
@@ -62,8 +64,8 @@ def four_rows():
 
 @lru_cache
 def one_row():
-    """Four ranks, one token of 300 keys: most partitions have no key."""
-    return run_step(1, npes=4, context=300)
+    """Solo, one token of 300 keys: most partitions have no key."""
+    return run_step(1, npes=1, context=300)
 
 
 @lru_cache
@@ -78,8 +80,8 @@ def pinned_row():
 
 @lru_cache
 def verified_rows():
-    """Solo, a request of two rows that are verified together; one allocation, static scales."""
-    return run_step(2, npes=1, q_len=2, context=2306, layout=CacheLayout(16, True), seed=5)
+    """Four ranks, a request of two rows verified together; one allocation, static scales."""
+    return run_step(2, npes=4, q_len=2, context=2306, layout=CacheLayout(16, True), seed=5)
 
 
 def with_residual(value):
@@ -98,6 +100,17 @@ def with_residual(value):
 def padded(value):
     """Solo, a live row of 700 keys, then a padding row that holds ``value`` everywhere."""
     return run_step(2, npes=1, context=700, pad_rows=1, seed=2, change=with_residual(value))
+
+
+def silence_block_0(step):
+    values = step._ranks[0].caches._v
+    values.write(torch.zeros(8 * 2048, dtype=torch.uint8))
+
+
+@lru_cache
+def silent():
+    """Solo, a live row, then a padding row whose one key has a value of zeros."""
+    return run_step(2, npes=1, context=300, pad_rows=1, seed=3, poke=silence_block_0)
 
 
 def failures(step, result):

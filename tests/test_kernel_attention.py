@@ -3,7 +3,7 @@ reference fed with the published inputs, and against a plain softmax in fp64."""
 
 import pytest
 import torch
-from kernel_steps import failures, four_rows, one_row, padded, pinned_row, verified_rows
+from kernel_steps import failures, four_rows, one_row, padded, pinned_row, silent, verified_rows
 
 from m3lab.formats import e4m3_decode
 
@@ -83,3 +83,12 @@ def test_a_zero_padding_row_stays_finite_to_the_end():
     views = padded(0.0)[1].ranks[0]
     assert torch.isfinite(views.h_mid).all()
     assert not failures(*padded(0.0))
+
+
+def test_an_all_zero_row_is_quantized_to_zeros_with_scale_zero():
+    """Not to 0 * rcp(0), a NaN, which the projection would spread over the padding row."""
+    views = silent()[1].ranks[0]
+    assert views.attnq[1].eq(0).all()
+    assert views.attnq_s[1].eq(0.0).all()
+    assert views.attnq[0].ne(0).any()
+    assert torch.equal(views.h_mid[1], silent()[0].inputs.h_in[1].float())

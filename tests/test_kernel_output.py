@@ -16,16 +16,16 @@ def test_partials_sums_and_residual_agree_with_the_reference(run):
 
 
 def test_every_rank_holds_every_ranks_partials_and_the_same_sum():
-    ranks = one_row()[1].ranks
+    ranks = verified_rows()[1].ranks
     assert len(ranks) == 4
     for views in ranks[1:]:
         assert torch.equal(views.partials, ranks[0].partials)
         assert torch.equal(views.a, ranks[0].a)
 
 
-def test_the_sum_is_taken_in_rank_order_in_fp32():
-    views = one_row()[1].ranks[2]
-    total = torch.zeros(1, HIDDEN)
+def test_the_sum_over_ranks_is_taken_in_fp32_and_rounded_once():
+    views = verified_rows()[1].ranks[2]
+    total = torch.zeros(2, HIDDEN)
     for partial in views.partials:
         total = total + partial.float()
     assert torch.equal(views.a, total.bfloat16().float())
@@ -49,8 +49,9 @@ def test_a_partial_is_the_plain_product_of_row_and_weights():
 
 
 def test_h_mid_is_the_rounded_sum_plus_the_residual():
-    step, result = four_rows()
-    views = result.ranks[0]
+    """Of the sum as every rank holds it, already rounded to bf16."""
+    step, result = verified_rows()
+    views = result.ranks[3]
     want = (views.a + step.inputs.h_in.float()).bfloat16().float()
     assert torch.equal(views.h_mid, want)
 

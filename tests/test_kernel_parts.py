@@ -10,6 +10,7 @@ import torch
 
 from m3lab.build import build
 from m3lab.interpreter import Launch, Memory, run
+from m3lab.memory import PeerBuffers
 
 SMALL = Path(__file__).parent / "small_kernels"
 
@@ -29,6 +30,7 @@ def lanes():
     gen = torch.Generator().manual_seed(1)
     words = torch.randint(-(2**31), 2**31 - 1, (512,), generator=gen, dtype=torch.int32)
     floats = torch.randn(512, generator=gen)
+    floats[500] = 10.0  # the last wave's
     memory = Memory()
     a, b = memory.place("words", words), memory.place("floats", floats)
     out, sums, tops = (memory.alloc(n, 4 * 512 * k) for n, k in (("o", 63), ("s", 1), ("t", 1)))
@@ -60,7 +62,8 @@ def test_a_butterfly_adds_in_the_given_order(lanes):
 
 def test_block_max_is_the_maximum_over_all_waves_in_every_thread(lanes):
     floats, tops = lanes[1], lanes[4]
-    assert torch.equal(tops, floats.max().expand(512))
+    assert floats.max() == 10.0
+    assert torch.equal(tops, torch.full((512,), 10.0))
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +147,29 @@ def test_a_poll_reads_again_on_every_try(hand_off):
     for sleep in sleeps:
         assert reaches_itself(code, sleep, without=set())
         assert not reaches_itself(code, sleep, without=loads)
+
+
+def test_ranks_are_summed_in_rank_order_in_fp32():
+    """2**24 swallows a 1 added to it, so the order of the four partials shows in the sum."""
+    kernel = small_kernel("rank_sum")
+    program = build(kernel.launch, [256, 256, 256, 256, 0, 1], emit=("program",)).program
+    memory = Memory()
+    peers = PeerBuffers(kernel.SHAPE, memory, 4)
+    big = 2.0**24
+    rows = [[big, 1.0], [1.0, 1.0], [1.0, big], [-big, -big]]
+    partials = torch.tensor(rows)[:, None].repeat(1, 64, 1)
+    partials[:, 1:] += torch.arange(1.0, 64.0)[None, :, None]
+    partials = partials.bfloat16().float()
+    outs = [memory.alloc("out", 512, rank=r) for r in range(4)]
+    launches = []
+    for rank, (values, out) in enumerate(zip(partials, outs, strict=True)):
+        mine = memory.place("mine", values, rank=rank)
+        args = [mine.addr, out.addr, peers.addr(rank), peers.table_addr(rank), rank, 1]
+        launches.append(Launch(program, args, rank))
+    run(launches, memory)
+    want = torch.zeros(64, 2)
+    for values in partials:
+        want = want + values
+    assert want[0].tolist() == [0.0, 2.0]
+    for out in outs:
+        assert torch.equal(out.read(torch.float32, (64, 2)), want)

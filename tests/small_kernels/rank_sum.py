@@ -1,0 +1,53 @@
+"""Every rank pushes two values a thread to every rank and writes the sums it gets."""
+
+from types import SimpleNamespace
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr.typing import Int32, Int64
+
+from m3lab.kernels import allreduce, isa
+from m3lab.kernels.mailbox import launch_tag
+from m3lab.memory_layout import peer_layout
+from m3lab.shapes import ModelShape, RankShape
+
+THREADS = 64
+RANKS = 4
+SHAPE = RankShape(ModelShape(hidden=2048), RANKS)
+
+
+@fx.struct
+class SharedMemory:
+    unused: fx.Array[fx.Int32, 4, 16]
+
+
+@flyc.kernel(name="rank_sum", known_block_size=[THREADS, 1, 1])
+def rank_sum(mine: Int64, out: Int64, inbox: Int64, peers: Int64, rank: Int32, step: Int32):
+    fx.SharedAllocator().allocate(SharedMemory)
+    tid = fx.thread_idx.x
+    ctx = SimpleNamespace(
+        build=SimpleNamespace(npes=RANKS, shape=SHAPE, peer_regions=peer_layout(SHAPE, RANKS)),
+        args=SimpleNamespace(peers=peers, rank=rank),
+        inbox=isa.buffer(inbox),
+        tag=launch_tag(step, 3),
+    )
+    words = isa.load(isa.buffer(mine), tid * 8, 2)
+    pair = [isa.bits_float(words[i]) for i in range(2)]
+    for peer in allreduce.peer_buffers(ctx):
+        allreduce.push(ctx, peer, "ffn", 2, 2 * tid, pair)
+    sums = allreduce.rank_sum(ctx, "ffn", 2, 2 * tid)
+    words = fx.Vector.from_elements([isa.float_bits(x) for x in sums], fx.Int32)
+    isa.store(isa.buffer(out), tid * 8, words)
+
+
+@flyc.jit
+def launch(
+    mine: Int64,
+    out: Int64,
+    inbox: Int64,
+    peers: Int64,
+    rank: Int32,
+    step: Int32,
+    stream: fx.Stream = fx.Stream(None),  # noqa: B008
+):
+    rank_sum(mine, out, inbox, peers, rank, step).launch(grid=(1,), block=(THREADS,), stream=stream)
