@@ -1,31 +1,18 @@
 """Comparing a kernel's results with a reference's, floats by norm and integers by their scores.
 
 An integer outcome (blocks, experts, E8M0 bytes) must be equal, unless the numbers that decided it
-are so close that one rounding could order them either way; these helpers draw that line.
+are so close that one rounding could order them either way; these helpers draw that line. What is
+compared, and the verdict on it, is ``m3lab.verify``'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from m3lab.reference.numerics import INV_E4M3_MAX
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One comparison of one rank's result, for one token or (None) all of them."""
-
-    name: str
-    rank: int
-    token: int | None
-    value: float  # relative L2, or the number of unequal values where bound is 0
-    bound: float
-    passed: bool
-    note: str = ""
 
 
 def rel_l2(got: Tensor, want: Tensor) -> float:
@@ -38,19 +25,6 @@ def rel_l2(got: Tensor, want: Tensor) -> float:
         return 0.0
     value = error / norm if norm > 0 else float("inf")
     return value if value == value else float("inf")
-
-
-def closeness(
-    name: str, rank: int, token: int | None, got: Tensor, want: Tensor, bound: float
-) -> Verdict:
-    value = rel_l2(got, want)
-    return Verdict(name, rank, token, value, bound, value <= bound)
-
-
-def equality(name: str, rank: int, token: int | None, got: Tensor, want: Tensor) -> Verdict:
-    """Bit for bit: integers, or floats whose contract is exact (NaN equals nothing)."""
-    unequal = int((got != want).sum()) if got.shape == want.shape else want.numel()
-    return Verdict(name, rank, token, float(unequal), 0.0, unequal == 0)
 
 
 def same_order_within(
