@@ -390,6 +390,7 @@ TIES = [
 def test_integers_become_floats_rounded_once(bits: int, name: str) -> None:
     form = FLOATS[name]
     extra = [*TIES, (1 << 53) + 1, (1 << 62) + (1 << 54) + 1, (1 << 62) + (1 << 38) + 1]
+    extra += [(1 << 63) + (1 << 39) + 1]
     values = int_values(bits) + [signed(s * v, bits) for v in extra for s in (1, -1)]
     x = ints(values, bits)
     got = run("arith.sitofp", x, outs=name)

@@ -108,6 +108,8 @@ def test_fma_into_denormals_rounds_once() -> None:
         b = (1 + rng.getrandbits(23) * 2.0**-23) * 2.0 ** -rng.randrange(60, 80)
         c = from_bits(rng.getrandbits(24), F32) * rng.choice((1, -1))
         cases.append((a, b, c))
+        # half a denormal's ulp less a sliver that fp64 loses beside c
+        cases.append((2.0**-75 * (1 + 2.0**-23), 2.0**-75 * (1 - 2.0**-23), c))
     check_fma(cases)
 
 

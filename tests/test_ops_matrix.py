@@ -272,15 +272,15 @@ def test_a_longer_operand_s_spare_dwords_do_not_count() -> None:
 @pytest.mark.parametrize("select", range(4))
 def test_the_byte_select_picks_the_scale_byte(select: int) -> None:
     one = torch.full((1, 1, 1, 4), 0x22222222, dtype=torch.int32)  # E2M1 code 2 is 1.0
-    word = signed(sum((127 + 1 + i) << (8 * i) for i in range(4)), 32)
+    word = signed(sum((127 + i) << (8 * i) for i in range(4)), 32)
     scales = torch.full((1, 1, 1), word, dtype=torch.int32)
     unit = torch.full((1, 1, 1), 0x7F7F7F7F, dtype=torch.int32)
     c = torch.zeros(1, 1, 1, 4)
     formats = {"cbsz": 4, "blgp": 4}
     got = run_matrix(SCALED, one, one, c, scales, unit, opselA=select, opselB=0, **formats)
-    assert set(got.flatten().tolist()) == {128.0 * 2 ** (1 + select)}
+    assert set(got.flatten().tolist()) == {128.0 * 2**select}
     got = run_matrix(SCALED, one, one, c, unit, scales, opselA=0, opselB=select, **formats)
-    assert set(got.flatten().tolist()) == {128.0 * 2 ** (1 + select)}
+    assert set(got.flatten().tolist()) == {128.0 * 2**select}
 
 
 def test_a_nan_scale_spoils_its_row_and_column_only() -> None:
