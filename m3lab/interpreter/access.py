@@ -21,9 +21,18 @@ from m3lab.interpreter.errors import (
 from m3lab.interpreter.machine import LANES, Active, Machine
 from m3lab.interpreter.memory import BASE, Allocation, _Miss
 from m3lab.interpreter.ops.pointer import type_bytes
+from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.order import DEVICE, NONE, SYSTEM, Violation
 from m3lab.interpreter.prepare import machine_op
-from m3lab.interpreter.words import ELEMENTS, alignment, as_type, as_words, gather, mark_as, unit_of
+from m3lab.interpreter.words import (
+    ELEMENTS,
+    alignment,
+    as_type,
+    as_words,
+    gather,
+    mark_as,
+    unit_of,
+)
 
 _SC0, _SC1 = 1, 16
 _NO_LIMIT = 0xFFFFFFFF
@@ -42,7 +51,7 @@ def _check_access(
     if live is not None:
         if not bool(live.any()):
             return torch.zeros((1, 1, 1), dtype=torch.int64, device=offset.device), []
-        some = live.expand(torch.broadcast_shapes(live.shape, offset.shape))
+        some = live.expand(common_shape(live.shape, offset.shape))
         wide = offset.expand(some.shape)
         fill = wide[some][0]
         lane_off = torch.where(some, wide, fill)
@@ -138,9 +147,9 @@ def _check_order(
         entries = torch.maximum(entries, more)
     if not bool((entries >> 24 >= order.start).any()):
         return
-    shape = torch.broadcast_shapes(entries.shape, (act.shape[0], act.shape[1], 1))
+    shape = common_shape(entries.shape, (act.shape[0], act.shape[1], 1))
     if live is not None:
-        shape = torch.broadcast_shapes(shape, live.shape)
+        shape = common_shape(shape, live.shape)
     ids = machine.ctas.ids[act.rows].view(-1, 1, 1).expand(shape)
     waves = act.waves.view(1, -1, 1).expand(shape)
     entries = entries.expand(shape)
@@ -189,9 +198,9 @@ def _store(
     safe, found = _check_access(machine, op, act, offset, nbytes, live)
     unit = unit_of(safe, nbytes)
     words = as_words(value, nbytes, unit, t.n > 0)
-    shape = torch.broadcast_shapes(safe.shape, words.shape[:3])
+    shape = common_shape(safe.shape, words.shape[:3])
     if live is not None:
-        shape = torch.broadcast_shapes(shape, live.shape)
+        shape = common_shape(shape, live.shape)
     safe = safe.expand(shape)
     words = words.expand(*shape, words.shape[-1])
     if live is not None:
@@ -242,7 +251,7 @@ def _note_store(
     waves = act.waves.view(1, -1).expand(c, w)
     picked = torch.ones((c, w), dtype=torch.bool, device=flat.device)
     if live is not None:
-        picked = live.expand(torch.broadcast_shapes(live.shape, (c, w, 1))).any(-1)
+        picked = live.expand(common_shape(live.shape, (c, w, 1))).any(-1)
     entries = torch.zeros((c, w), dtype=torch.int64, device=flat.device)
     entries[picked] = order.store(op.index, ids[picked], waves[picked], scope)
     if shape[0] == 1:  # every CTA (or wave) stores the same words: one of them is named
@@ -272,7 +281,7 @@ def _count(
     if live is None:
         n = c * w * lanes
     else:
-        shape = torch.broadcast_shapes(live.shape, (1, 1, lanes))
+        shape = common_shape(live.shape, (1, 1, lanes))
         reps = (c // shape[0]) * (w // shape[1])
         n = int(live.expand(shape).sum()) * reps
     names = {NONE: "cached", DEVICE: "device", SYSTEM: "system"}
@@ -293,7 +302,7 @@ def make_rsrc(machine: Machine, op: Any, act: Active) -> None:
             same = part == part[:, :, :1]
             if act.mask is not None:
                 lane = act.mask.expand(*act.mask.shape[:2], LANES).to(torch.uint8).argmax(-1)
-                wide = part.expand(*torch.broadcast_shapes(part.shape, act.mask.shape))
+                wide = part.expand(*common_shape(part.shape, act.mask.shape))
                 index = lane.expand(wide.shape[:2]).unsqueeze(-1)
                 part = wide.gather(2, index)
                 same = (wide == part) | ~act.mask

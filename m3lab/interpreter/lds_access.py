@@ -10,8 +10,16 @@ from m3lab.interpreter import taint
 from m3lab.interpreter.errors import LdsRace, Misaligned, OutOfBounds
 from m3lab.interpreter.machine import Active, Machine
 from m3lab.interpreter.ops.pointer import type_bytes
+from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.program import Type
-from m3lab.interpreter.words import alignment, as_type, as_words, gather, mark_as, unit_of
+from m3lab.interpreter.words import (
+    alignment,
+    as_type,
+    as_words,
+    gather,
+    mark_as,
+    unit_of,
+)
 
 
 def _address(
@@ -23,7 +31,7 @@ def _address(
     if live is not None and addr.numel() > 1:
         if not bool(live.any()):
             return addr[:1, :1, :1] * 0, live
-        wide = torch.broadcast_shapes(live.shape, addr.shape)
+        wide = common_shape(live.shape, addr.shape)
         some, addr = live.expand(wide), addr.expand(wide)
         addr = torch.where(some, addr, addr[some][0])
     lo, hi = int(addr.min()), int(addr.max())

@@ -25,6 +25,7 @@ from m3lab.interpreter.errors import (
 )
 from m3lab.interpreter.lds import Lds
 from m3lab.interpreter.memory import Memory
+from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.order import Order
 from m3lab.interpreter.prepare import CONTROL, LANE_STEP, Code, Prepared
 
@@ -306,7 +307,7 @@ class Machine:
             unknown = taint.moved(fn, op, operands, first, act.mask)
         if self.checks.taint and source is not None and act.mask is not None:
             mask = act.mask.expand(*act.mask.shape[:2], LANES)
-            lanes = source.expand(*torch.broadcast_shapes(source.shape, mask.shape))
+            lanes = source.expand(*common_shape(source.shape, mask.shape))
             mask = mask.expand(lanes.shape)
             off = ~torch.gather(mask, 2, lanes.clamp(0, LANES - 1).to(torch.int64)) & mask
             if bool(off.any()):

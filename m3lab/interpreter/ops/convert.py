@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from m3lab.interpreter.ops import lane_op
-from m3lab.interpreter.ops.values import immediate, lanes_last, narrow, table, unsigned
+from m3lab.interpreter.ops.values import (
+    common_shape,
+    immediate,
+    lanes_last,
+    narrow,
+    table,
+    unsigned,
+)
 from m3lab.interpreter.program import Op
 
 Tensor = torch.Tensor
@@ -274,7 +281,7 @@ def perm(op: Op, high: Tensor, low: Tensor, select: Tensor) -> Tensor:
     )
     choices = torch.cat((source, signs, ends), dim=-1)
     picks = select.contiguous().unsqueeze(-1).view(torch.uint8).to(torch.int64).clamp(max=13)
-    shape = torch.broadcast_shapes(choices.shape[:-1], picks.shape[:-1])
+    shape = common_shape(choices.shape[:-1], picks.shape[:-1])
     chosen = choices.expand(*shape, 14).gather(-1, picks.expand(*shape, 4))
     return chosen.contiguous().view(torch.int32).squeeze(-1)
 

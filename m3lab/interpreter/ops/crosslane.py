@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from m3lab.interpreter.ops import cross_op, lane_op
-from m3lab.interpreter.ops.values import immediate
+from m3lab.interpreter.ops.values import common_shape, immediate
 from m3lab.interpreter.program import Op
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ def take_lanes(x: Tensor, source: Tensor) -> Tensor:
         return x
     if source.shape[0] == 1 and source.shape[1] == 1:
         return x.index_select(2, source.reshape(-1))
-    shape = (*torch.broadcast_shapes(x.shape[:2], source.shape[:2]), source.shape[2])
+    shape = (*common_shape(x.shape[:2], source.shape[:2]), source.shape[2])
     index = source.expand(shape)
     x = x.expand(*shape[:2], *x.shape[2:])
     if x.dim() > 3:
@@ -82,7 +82,7 @@ _SHUFFLE: dict[str, Any] = {
     "xor": lambda lane, by: lane ^ by,
     "up": lambda lane, by: lane - by,
     "down": lambda lane, by: lane + by,
-    "idx": lambda lane, by: by.expand(torch.broadcast_shapes(lane.shape, by.shape)),
+    "idx": lambda lane, by: by.expand(common_shape(lane.shape, by.shape)),
 }
 MOVES["gpu.shuffle"] = (0,)
 
@@ -235,7 +235,7 @@ def mov_dpp(op: Op, value: Tensor, *immediates: Tensor, mask: Mask = None) -> Mo
 
 def _swap(old: Tensor, value: Tensor, half: int) -> Moved:
     """Exchange the odd groups of ``half`` lanes of ``old`` with the even groups of ``value``."""
-    shape = torch.broadcast_shapes(old.shape[:2], value.shape[:2])
+    shape = common_shape(old.shape[:2], value.shape[:2])
     pairs = (LANES // (2 * half), 2, half)
     a, b = (v.expand(*shape, LANES).reshape(*shape, *pairs) for v in (old, value))
     first = torch.stack((a[..., 0, :], b[..., 0, :]), dim=-2).reshape(*shape, LANES)

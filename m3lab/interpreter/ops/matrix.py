@@ -24,7 +24,7 @@ import torch
 
 from m3lab.interpreter.ops import matrix_op
 from m3lab.interpreter.ops.convert import e2m1_values
-from m3lab.interpreter.ops.values import python_scalar, table
+from m3lab.interpreter.ops.values import common_shape, python_scalar, table
 from m3lab.interpreter.program import Op
 
 Tensor = torch.Tensor
@@ -169,7 +169,7 @@ def _from_lanes(c: Tensor, rows: int) -> Tensor:
 
 
 def _common(a: Tensor, b: Tensor, c: Tensor) -> tuple[int, int]:
-    cw = torch.broadcast_shapes(a.shape[:2], b.shape[:2], c.shape[:2])
+    cw = common_shape(a.shape[:2], b.shape[:2], c.shape[:2])
     return int(cw[0]), int(cw[1])
 
 

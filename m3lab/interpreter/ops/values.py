@@ -6,7 +6,7 @@ no arithmetic), exact rounding helpers and a table cache per device. Not an oper
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -169,3 +169,16 @@ def through_f64(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 def table(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
     """The constant table that ``make`` builds, kept per device."""
     return make().to(device)
+
+
+def common_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that all broadcast to (``torch.broadcast_shapes`` imports sympy: 0.3 s)."""
+    rank = max(len(s) for s in shapes)
+    out = [1] * rank
+    for shape in shapes:
+        for i, n in enumerate(shape, rank - len(shape)):
+            if n != 1:
+                if out[i] not in (1, n):
+                    raise ValueError(f"shapes {shapes} do not broadcast")
+                out[i] = n
+    return tuple(out)

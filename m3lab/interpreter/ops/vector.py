@@ -13,7 +13,7 @@ import torch
 
 from m3lab.interpreter.ops import arith, lane_op
 from m3lab.interpreter.ops.math import fused
-from m3lab.interpreter.ops.values import BITS, dtype_of, python_scalar
+from m3lab.interpreter.ops.values import BITS, common_shape, dtype_of, python_scalar
 from m3lab.interpreter.program import Op, Type
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def broadcast(op: Op, x: Tensor) -> Tensor:
 def from_elements(op: Op, *elements: Tensor) -> Tensor:
     if len(elements) == 1:
         return elements[0].unsqueeze(-1)
-    shape = torch.broadcast_shapes(*(e.shape for e in elements))
+    shape = common_shape(*(e.shape for e in elements))
     first = elements[0]
     result = torch.empty((*shape, len(elements)), dtype=first.dtype, device=first.device)
     for i, element in enumerate(elements):  # half the time of torch.stack
@@ -90,7 +90,7 @@ def _position(op: Op, index: Tensor | None) -> int | Tensor:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    shape = torch.broadcast_shapes(x.shape[:3], index.shape)
+    shape = common_shape(x.shape[:3], index.shape)
     where = index.to(torch.int64).clamp(0, x.shape[-1] - 1).expand(shape).unsqueeze(-1)
     return x.expand(*shape, x.shape[-1]).gather(-1, where).squeeze(-1)
 
@@ -159,7 +159,7 @@ def insert_strided_slice(op: Op, value: Tensor, x: Tensor) -> Tensor:
     offsets, step = op.attrs["offsets"], op.attrs["strides"][0]
     if len(offsets) != 1:
         raise ValueError(f"{op.kind} of {len(offsets)} dimensions is not modelled")
-    shape = torch.broadcast_shapes(value.shape[:3], x.shape[:3])
+    shape = common_shape(value.shape[:3], x.shape[:3])
     result = x.expand(*shape, x.shape[-1]).clone()
     result[..., offsets[0] : offsets[0] + value.shape[-1] * step : step] = value
     return result
