@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -23,63 +22,9 @@ from lane_arithmetic import (
     run,
     signed,
 )
+from scalar_rules import COMPARE, FLOAT_COMPARE, FLOAT_OPS, INT_OPS
 
 WIDTHS = (8, 16, 32, 64)
-
-
-def trunc_div(a: int, b: int, bits: int) -> int:
-    if b == 0:
-        return -1
-    q = abs(a) // abs(b)
-    return q if (a < 0) == (b < 0) else -q
-
-
-def trunc_rem(a: int, b: int, bits: int) -> int:
-    return a if b == 0 else a - b * trunc_div(a, b, bits)
-
-
-def shift_left(a: int, b: int, bits: int) -> int:
-    return a << b if 0 <= b < bits else 0
-
-
-def shift_right(a: int, b: int, bits: int) -> int:
-    return a >> b if 0 <= b < bits else (-1 if a < 0 else 0)
-
-
-def shift_right_bare(a: int, b: int, bits: int) -> int:
-    return bare(a, bits) >> b if 0 <= b < bits else 0
-
-
-def div_bare(a: int, b: int, bits: int) -> int:
-    return -1 if b == 0 else bare(a, bits) // bare(b, bits)
-
-
-def rem_bare(a: int, b: int, bits: int) -> int:
-    return a if b == 0 else bare(a, bits) % bare(b, bits)
-
-
-INT_OPS: dict[str, Callable[[int, int, int], int]] = {
-    "arith.addi": lambda a, b, n: a + b,
-    "arith.subi": lambda a, b, n: a - b,
-    "arith.muli": lambda a, b, n: a * b,
-    "arith.andi": lambda a, b, n: a & b,
-    "arith.ori": lambda a, b, n: a | b,
-    "arith.xori": lambda a, b, n: a ^ b,
-    "arith.divsi": trunc_div,
-    "arith.remsi": trunc_rem,
-    "arith.floordivsi": lambda a, b, n: a // b if b else -1,
-    "arith.ceildivsi": lambda a, b, n: -(-a // b) if b else -1,
-    "arith.divui": div_bare,
-    "arith.remui": rem_bare,
-    "arith.ceildivui": lambda a, b, n: -(-bare(a, n) // bare(b, n)) if b else -1,
-    "arith.shli": shift_left,
-    "arith.shrsi": shift_right,
-    "arith.shrui": shift_right_bare,
-    "arith.maxsi": lambda a, b, n: max(a, b),
-    "arith.minsi": lambda a, b, n: min(a, b),
-    "arith.maxui": lambda a, b, n: max(bare(a, n), bare(b, n)),
-    "arith.minui": lambda a, b, n: min(bare(a, n), bare(b, n)),
-}
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -112,16 +57,6 @@ def test_booleans_are_one_bit_integers(kind: str) -> None:
             for x, y in zip(a, b, strict=True)]  # fmt: skip
     assert got.dtype == torch.bool
     assert got.flatten().tolist() == want
-
-
-COMPARE: list[Callable[[int, int], bool]] = [
-    lambda a, b: a == b,
-    lambda a, b: a != b,
-    lambda a, b: a < b,
-    lambda a, b: a <= b,
-    lambda a, b: a > b,
-    lambda a, b: a >= b,
-]
 
 
 @pytest.mark.parametrize("bits", [1, *WIDTHS])
@@ -166,75 +101,6 @@ def float_pairs(form: Float) -> tuple[list[float], list[float]]:
     return [a for a in values for _ in values], [b for _ in values for b in values]
 
 
-def add(a: float, b: float, form: Float) -> float:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return a + b
-    both_negative = math.copysign(1, a) < 0 and math.copysign(1, b) < 0
-    return nearest(Fraction(a) + Fraction(b), form, negative_zero=both_negative)
-
-
-def sign_differs(a: float, b: float) -> bool:
-    return (math.copysign(1, a) < 0) != (math.copysign(1, b) < 0)
-
-
-def multiply(a: float, b: float, form: Float) -> float:
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return a * b
-    return signed_zero(nearest(Fraction(a) * Fraction(b), form), a, b)
-
-
-def signed_zero(value: float, a: float, b: float) -> float:
-    return math.copysign(value, -1 if sign_differs(a, b) else 1) if value == 0 else value
-
-
-def divide(a: float, b: float, form: Float) -> float:
-    if math.isnan(a) or math.isnan(b) or (a == 0 and b == 0) or (math.isinf(a) and math.isinf(b)):
-        return math.nan
-    sign = -1.0 if sign_differs(a, b) else 1.0
-    if b == 0 or math.isinf(a):
-        return math.copysign(math.inf, sign)
-    if math.isinf(b):
-        return math.copysign(0.0, sign)
-    return signed_zero(nearest(Fraction(a) / Fraction(b), form), a, b)
-
-
-def larger(a: float, b: float) -> float:
-    if a == b == 0:
-        return a if math.copysign(1, a) > 0 else b
-    return max(a, b)
-
-
-def smaller(a: float, b: float) -> float:
-    return -larger(-a, -b)
-
-
-def either_nan(rule: Callable[[float, float], float]) -> Callable[[float, float, Float], float]:
-    return lambda a, b, _: math.nan if math.isnan(a) or math.isnan(b) else rule(a, b)
-
-
-def not_nan(rule: Callable[[float, float], float]) -> Callable[[float, float, Float], float]:
-    return lambda a, b, _: b if math.isnan(a) else a if math.isnan(b) else rule(a, b)
-
-
-def remainder(a: float, b: float, form: Float) -> float:
-    if math.isnan(a) or math.isnan(b) or math.isinf(a) or b == 0:
-        return math.nan
-    return math.fmod(a, b)
-
-
-FLOAT_OPS: dict[str, Callable[[float, float, Float], float]] = {
-    "arith.addf": add,
-    "arith.subf": lambda a, b, form: add(a, -b, form),
-    "arith.mulf": multiply,
-    "arith.divf": divide,
-    "arith.remf": remainder,
-    "arith.maximumf": either_nan(larger),
-    "arith.minimumf": either_nan(smaller),
-    "arith.maxnumf": not_nan(larger),
-    "arith.minnumf": not_nan(smaller),
-}
-
-
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("kind", FLOAT_OPS)
 def test_float_operation_is_rounded_once_to_nearest_even(kind: str, name: str) -> None:
@@ -250,26 +116,6 @@ def test_negation_flips_the_sign_of_everything() -> None:
     values = float_values(F32)
     got = run("arith.negf", floats(values, F32))
     assert not first_difference(got, [-v for v in values], values)
-
-
-FLOAT_COMPARE = [
-    ("false", lambda a, b: False, False),
-    ("oeq", lambda a, b: a == b, False),
-    ("ogt", lambda a, b: a > b, False),
-    ("oge", lambda a, b: a >= b, False),
-    ("olt", lambda a, b: a < b, False),
-    ("ole", lambda a, b: a <= b, False),
-    ("one", lambda a, b: a != b, False),
-    ("ord", lambda a, b: True, False),
-    ("ueq", lambda a, b: a == b, True),
-    ("ugt", lambda a, b: a > b, True),
-    ("uge", lambda a, b: a >= b, True),
-    ("ult", lambda a, b: a < b, True),
-    ("ule", lambda a, b: a <= b, True),
-    ("une", lambda a, b: a != b, True),
-    ("uno", lambda a, b: False, True),
-    ("true", lambda a, b: True, True),
-]
 
 
 @pytest.mark.parametrize("predicate", range(16), ids=[n for n, _, _ in FLOAT_COMPARE])

@@ -25,76 +25,11 @@ from lane_arithmetic import (
     run,
     signed,
 )
+from scalar_rules import DECODE, E2M1, E4M3, E5M2, ENCODE, e2m1, permute_bytes, value_e2m1
 
 # ---------------------------------------------------------------------- formats by definition
 
 
-def small_float(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> Fraction:
-    """The value of a code without sign bit, no specials."""
-    exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
-    if exponent == 0:
-        return Fraction(mantissa, 1 << mantissa_bits) * Fraction(2) ** (1 - bias)
-    return (1 + Fraction(mantissa, 1 << mantissa_bits)) * Fraction(2) ** (exponent - bias)
-
-
-E4M3 = [small_float(c, 4, 3, 7) for c in range(0x7F)]  # 0x7F is NaN
-E5M2 = [small_float(c, 5, 2, 15) for c in range(0x7C)]  # 0x7C is infinite, above it NaN
-E2M1 = [small_float(c, 2, 1, 1) for c in range(8)]
-
-
-def nearest_code(x: Fraction, values: list[Fraction], step_past: Fraction) -> int:
-    """The code nearest |x|, ties to even; one past the last where it rounds beyond the last."""
-    size = abs(x)
-    extended = [*values, values[-1] + step_past]
-    below = max(i for i, v in enumerate(extended) if v <= size)
-    if below == len(values):
-        return below
-    low, high = extended[below], extended[below + 1]
-    if size - low != high - size:
-        return below if size - low < high - size else below + 1
-    return below if below % 2 == 0 else below + 1
-
-
-def e4m3(x: float) -> int:
-    sign = 0x80 if math.copysign(1, x) < 0 else 0
-    if not math.isfinite(x):
-        return sign | 0x7F
-    return sign | min(nearest_code(Fraction(x), E4M3, Fraction(32)), 0x7F)
-
-
-def e5m2(x: float) -> int:
-    sign = 0x80 if math.copysign(1, x) < 0 else 0
-    if math.isnan(x):
-        return sign | 0x7F
-    if math.isinf(x):
-        return sign | 0x7C
-    return sign | min(nearest_code(Fraction(x), E5M2, Fraction(8192)), 0x7C)
-
-
-def e2m1(x: float) -> int:
-    sign = 8 if math.copysign(1, x) < 0 else 0
-    if not math.isfinite(x):
-        return sign | 7
-    return sign | min(nearest_code(Fraction(x), E2M1, Fraction(10**40)), 7)
-
-
-def value_e4m3(code: int) -> float:
-    size = math.nan if code & 0x7F == 0x7F else float(E4M3[code & 0x7F])
-    return -size if code >> 7 else size
-
-
-def value_e5m2(code: int) -> float:
-    low = code & 0x7F
-    size = float(E5M2[low]) if low < 0x7C else math.inf if low == 0x7C else math.nan
-    return -size if code >> 7 else size
-
-
-def value_e2m1(code: int) -> float:
-    return -float(E2M1[code & 7]) if code & 8 else float(E2M1[code & 7])
-
-
-ENCODE = {"fp8": e4m3, "bf8": e5m2}
-DECODE = {"fp8": value_e4m3, "bf8": value_e5m2}
 VALUES = {"fp8": E4M3, "bf8": E5M2, "fp4": E2M1}
 
 
@@ -327,22 +262,6 @@ def test_integer_dot_of_two_halves(kind: str, read: object) -> None:
 
 
 # ---------------------------------------------------------------------- bytes and lanes
-
-
-def permute_bytes(high: int, low: int, select: int) -> int:
-    source = [(bare(low, 32) >> 8 * i) & 0xFF for i in range(4)]
-    source += [(bare(high, 32) >> 8 * i) & 0xFF for i in range(4)]
-    out = 0
-    for i in range(4):
-        pick = (bare(select, 32) >> 8 * i) & 0xFF
-        if pick < 8:
-            byte = source[pick]
-        elif pick < 12:
-            byte = 0xFF if source[2 * (pick - 8) + 1] & 0x80 else 0
-        else:
-            byte = 0 if pick == 12 else 0xFF
-        out |= byte << 8 * i
-    return signed(out, 32)
 
 
 def test_perm_selects_bytes_signs_and_constants() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from lane_arithmetic import make_op, signed
+from scalar_rules import DPP
 
 from m3lab.interpreter.ops import CROSS
 from m3lab.interpreter.ops.crosslane import MOVES
@@ -201,35 +202,6 @@ def test_ballot_of_a_uniform_vote() -> None:
 
 
 # ---------------------------------------------------------------------- DPP
-
-
-def row_of(lane: int) -> int:
-    return lane & ~15
-
-
-DPP: list[tuple[int, Callable[[int], int | None]]] = [
-    (0b00_01_10_11, lambda n: n & ~3 | 3 - (n & 3)),
-    (0xB1, lambda n: n ^ 1),  # quad_perm [1, 0, 3, 2]
-    (0x4E, lambda n: n ^ 2),  # quad_perm [2, 3, 0, 1]
-    (0x00, lambda n: n & ~3),
-    (0x101, lambda n: n + 1 if n % 16 + 1 < 16 else None),
-    (0x10F, lambda n: n + 15 if n % 16 == 0 else None),
-    (0x111, lambda n: n - 1 if n % 16 >= 1 else None),
-    (0x118, lambda n: n - 8 if n % 16 >= 8 else None),
-    (0x121, lambda n: row_of(n) | (n % 16 - 1) % 16),
-    (0x124, lambda n: row_of(n) | (n % 16 - 4) % 16),
-    (0x128, lambda n: row_of(n) | (n % 16 - 8) % 16),
-    (0x130, lambda n: n + 1 if n < 63 else None),
-    (0x134, lambda n: (n + 1) % 64),
-    (0x138, lambda n: n - 1 if n > 0 else None),
-    (0x13C, lambda n: (n - 1) % 64),
-    (0x140, lambda n: row_of(n) | 15 - n % 16),
-    (0x141, lambda n: n & ~7 | 7 - n % 8),
-    (0x142, lambda n: row_of(n) - 1 if n >= 16 else None),
-    (0x143, lambda n: 31 if n >= 32 else None),
-    (0x150, row_of),
-    (0x15B, lambda n: row_of(n) | 11),
-]
 
 
 @pytest.mark.parametrize(("control", "rule"), DPP, ids=[hex(c) for c, _ in DPP])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import pytest
@@ -28,6 +27,14 @@ from lane_arithmetic import (
     run,
     signed,
 )
+from scalar_rules import (
+    exact_exp2,
+    exact_fma,
+    exact_log2,
+    exact_rcp,
+    exact_rsqrt,
+    exact_sqrt,
+)
 
 SOME_FLOATS = [
     *float_values(F32),
@@ -37,18 +44,6 @@ SOME_FLOATS = [
 FINITE = [v for v in SOME_FLOATS if math.isfinite(v)]
 
 # ---------------------------------------------------------------------- fma
-
-
-def exact_fma(a: float, b: float, c: float, form: Float) -> float:
-    if not all(map(math.isfinite, (a, b, c))):
-        return a * b + c if math.isinf(a) or math.isinf(b) or math.isnan(a * b) else a * 0 + c
-    product, negative = Fraction(a) * Fraction(b), (math.copysign(1, a) * math.copysign(1, b)) < 0
-    total = product + Fraction(c)
-    if total == 0:
-        # an exact zero is negative only where both terms are
-        return -0.0 if negative and math.copysign(1, c) < 0 and product == 0 == c else 0.0
-    value = nearest(total, form)
-    return math.copysign(value, total) if value == 0 else value
 
 
 def check_fma(cases: list[tuple[float, float, float]], form: Float = F32) -> None:
@@ -122,42 +117,10 @@ def test_fma_of_random_bits() -> None:
 # ---------------------------------------------------------------------- roots and reciprocals
 
 
-def exact_rcp(x: float, form: Float = F32) -> float:
-    if math.isnan(x):
-        return x
-    if x == 0:
-        return math.copysign(math.inf, x)
-    if math.isinf(x):
-        return math.copysign(0.0, x)
-    return nearest(1 / Fraction(x), form)
-
-
-def nearest_root(square: Fraction, form: Float = F32) -> float:
-    """The square root of a positive rational to nearest even, by integer square root."""
-    shift = 2 * max(0, 200 - (square.numerator.bit_length() - square.denominator.bit_length()) // 2)
-    root = Fraction(math.isqrt((square.numerator << shift) // square.denominator), 1 << shift // 2)
-    exact = root * root == square
-    return nearest(root if exact else root + Fraction(1, 1 << (shift // 2 + 2)), form)
-
-
 @pytest.mark.parametrize("kind", ["rocdl.rcp", "llvm.call_intrinsic:llvm.amdgcn.rcp.f32"])
 def test_rcp_is_the_nearest_fp32(kind: str) -> None:
     got = run(kind, floats(SOME_FLOATS, F32))
     assert not first_difference(got, [exact_rcp(v) for v in SOME_FLOATS], SOME_FLOATS)
-
-
-def exact_sqrt(x: float) -> float:
-    if math.isnan(x) or x < 0:
-        return math.nan
-    return x if x == 0 or math.isinf(x) else nearest_root(Fraction(x))
-
-
-def exact_rsqrt(x: float) -> float:
-    if math.isnan(x) or x < 0:
-        return math.nan
-    if x == 0:
-        return math.copysign(math.inf, x)
-    return 0.0 if math.isinf(x) else nearest_root(1 / Fraction(x))
 
 
 @pytest.mark.parametrize("kind", ["math.sqrt", "rocdl.sqrt", "llvm.intr.sqrt"])
@@ -175,33 +138,6 @@ def test_rsq_is_the_nearest_fp32(kind: str) -> None:
 
 
 # ---------------------------------------------------------------------- exp2 and log2
-
-
-def exact_exp2(x: float) -> float:
-    if math.isnan(x):
-        return x
-    if x >= 128:
-        return math.inf
-    if x < -160:
-        return 0.0
-    with localcontext() as ctx:
-        ctx.prec = 60
-        whole = math.floor(x)
-        part = (Decimal(x) - whole) * Decimal(2).ln()
-        return nearest(Fraction(part.exp()) * Fraction(2) ** whole, F32)
-
-
-def exact_log2(x: float) -> float:
-    if math.isnan(x) or x < 0:
-        return math.nan
-    if x == 0:
-        return -math.inf
-    if math.isinf(x):
-        return x
-    with localcontext() as ctx:
-        ctx.prec = 60
-        mantissa, exponent = math.frexp(x)
-        return nearest(Fraction(Decimal(mantissa).ln() / Decimal(2).ln()) + exponent, F32)
 
 
 EXP2_INPUTS = [
