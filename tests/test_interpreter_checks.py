@@ -48,6 +48,7 @@ EXPECTED = {
     "race_write_read": (LdsRace, "reads LDS byte"),
     "race_read_write": (LdsRace, "changes LDS byte"),
     "race_write_write": (LdsRace, "changes"),
+    "same_value_twice": (LdsRace, "changes"),
     "race_wide": (LdsRace, "reads LDS byte"),
     "stale_load": (StaleRead, "read without device scope"),
     "stale_store": (StaleRead, "stored without device scope"),
@@ -55,6 +56,7 @@ EXPECTED = {
     "flag_too_early": (StaleRead, "no flag in between"),
     "fences": (StaleRead, "without an acquire"),
     "wave_ahead": (StaleRead, "no flag in between"),
+    "relay": (StaleRead, "no flag in between"),
     "later_writer": (ProgramOrder, "later point"),
     "never_written": (Deadlock, "polls b"),
     "unknown": (UnknownOperation, "made.up"),
@@ -80,7 +82,15 @@ def run_fault(name, buggy, **options):
 
 
 UNWRITTEN = {k for k in EXPECTED if k.startswith("unwritten") and k != "unwritten_lds"}
-HAND_OFFS = {"stale_load", "stale_store", "no_flag", "flag_too_early", "fences", "wave_ahead"}
+HAND_OFFS = {
+    "stale_load",
+    "stale_store",
+    "no_flag",
+    "flag_too_early",
+    "fences",
+    "wave_ahead",
+    "relay",
+}
 
 
 def test_every_fault_has_its_error():
@@ -131,4 +141,11 @@ def test_a_deadlock_names_the_pair_and_what_was_wanted():
 
 def test_several_waves_may_store_one_value():
     _, report = run_fault("race_write_write", False)
-    assert report.operations > 0
+    assert report.same_value_stores == 0  # one store operation: no wave found another's word
+    _, report = run_fault("same_value_twice", False)
+    assert report.same_value_stores == faults.CTAS * 64
+
+
+def test_a_delay_that_names_nothing_is_refused():
+    with pytest.raises(ValueError, match="names neither a rank"):
+        run_fault("race_wide", False, delay={"outptu": 3})

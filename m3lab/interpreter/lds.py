@@ -76,11 +76,12 @@ class Lds:
         raced = ((writer >> _WAVE_BITS) == epoch) & ((writer & 31) != (waves + 1))
         read = self.reader_rows.index_select(0, words) == epoch.to(torch.uint8)[:, None]
         read.scatter_(1, waves[:, None], False)
-        raced = (raced | read.any(1)) & changed
+        conflict = (raced | read.any(1)) & changed
         keep = ~changed & (writer != 0)
+        self.same_value_stores += int((raced & keep).sum())
         entry = (epoch << _WAVE_BITS) | (waves + 1).to(torch.int16)
         self.writer[words] = torch.where(keep, writer, entry)
-        return raced
+        return conflict
 
 
 def _zeros(n: int, dtype: type, device: torch.device) -> torch.Tensor:

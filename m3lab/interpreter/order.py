@@ -182,12 +182,31 @@ class Order:
                 hit = (pkey[None] == key[ahead][:, None]) & (pwave[None] == waves[ahead][:, None])
                 best = torch.where(hit, pcover[None], -1).amax(1)
                 unknown[ahead] &= best < seq[ahead]
+            for i in unknown.nonzero().flatten().tolist():
+                unknown[i] = not self._relayed(int(me[i]), int(writer[i]), int(seq[i]))
+                if unknown[i]:
+                    break
             if bool(unknown.any()):
                 return self._violation(
                     unknown, at, writer, seq, need,
                     "is read with no flag in between that covers the store",
                 )  # fmt: skip
         return None
+
+    def _relayed(self, me: int, writer: int, seq: int) -> bool:
+        """Whether a CTA that ``me`` heard of, through any chain of flags, knew of the store.
+
+        When along the chain is not looked at: a bound on the safe side of false alarms.
+        """
+        heard = self.known.view(self.n, self.n)
+        reached = heard[me] >= self.start
+        while True:
+            wider = reached | (heard[reached] >= self.start).any(0)
+            if bool((heard[wider, writer] >= seq).any()):
+                return True
+            if bool((wider == reached).all()):
+                return False
+            reached = wider
 
     def _learn(self, key: torch.Tensor, cover: torch.Tensor) -> None:
         self.known.scatter_reduce_(0, key, cover, "amax")

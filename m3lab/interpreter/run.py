@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class RunReport:
     seconds: float
     turns: int
     routines: int
-    errors: list[str] = field(default_factory=list)
+    same_value_stores: int = 0  # LDS words stored by several waves, all with one value
 
 
 @dataclass
@@ -98,6 +98,7 @@ def run(
     split = cta_groups > 1 or bool(delay)
     shared = Shared(memory, order, counters, checks, clock, interleave=split)
     routines = _routines(launches, sizes, shared, rng, cta_groups, split)
+    _check_delay(delay, routines)
     for r in routines:
         r.hold = max((n for k, n in delay.items() if k in r.ranks), default=0)
     turns = _schedule(routines, memory, shared, rng if seed is not None else None, delay)
@@ -107,7 +108,23 @@ def run(
         time.perf_counter() - began,
         turns,
         len(routines),
+        sum(r.machine.lds.same_value_stores for r in routines),
     )
+
+
+def _check_delay(delay: dict[Any, int], routines: list[_Routine]) -> None:
+    """Every key must name a rank or a stage of this run: a misspelt one would test nothing."""
+    ranks = {rank for r in routines for rank in r.ranks}
+    stages = {s for r in routines for s in r.machine.prepared.stages}
+    for key in delay:
+        rank, stage = key if isinstance(key, tuple) else (key, key)
+        if not (rank in ranks if isinstance(rank, int) else True) or not (
+            stage in stages if isinstance(stage, str) else True
+        ):
+            raise ValueError(
+                f"delay {key!r} names neither a rank ({sorted(ranks)}) nor a stage "
+                f"({', '.join(sorted(stages))}) of this run"
+            )
 
 
 def _grid(program: Program) -> int:

@@ -262,6 +262,21 @@ def race_write_write(buggy):
 
 
 @fault
+def same_value_twice(buggy):
+    """Two stores of one interval, by other waves: of the same value allowed, else a race."""
+
+    @traced
+    def body(a, b, n, lds):
+        wave = fx.thread_idx.x // 64
+        if wave == 0:
+            isa.lds_store(lds, fx.thread_idx.x % 64, n)
+        if wave == 1:
+            isa.lds_store(lds, fx.thread_idx.x % 64, n + 1 if buggy else n)
+
+    return body
+
+
+@fault
 def race_wide(buggy):
     """A 16-byte read of words another wave wrote."""
 
@@ -368,6 +383,33 @@ def wave_ahead(buggy):
                 wait_for(b, fx.Int32(0), n)
             if const_expr(not buggy):
                 isa.barrier()
+            put(b, 512 + tid, word_of(b, 256 + tid, isa.DEVICE))
+
+    return body
+
+
+@fault
+def relay(buggy):
+    """CTA 2 reads CTA 0's data after CTA 1's flag; CTA 1 must have seen CTA 0's first."""
+
+    @traced
+    def body(a, b, n, lds):
+        tid = fx.thread_idx.x
+        if fx.block_idx.x == 0:
+            put(b, 256 + tid, tid * 3 + n, isa.DEVICE)
+            isa.release_stores()
+            isa.barrier()
+            if tid == 0:
+                put(b, fx.Int32(0), n, isa.DEVICE)
+        if fx.block_idx.x == 1:
+            if const_expr(not buggy):
+                wait_for(b, fx.Int32(0), n)
+                isa.barrier()
+            if tid == 0:
+                put(b, fx.Int32(1), n, isa.DEVICE)
+        if fx.block_idx.x == 2:
+            wait_for(b, fx.Int32(1), n)
+            isa.barrier()
             put(b, 512 + tid, word_of(b, 256 + tid, isa.DEVICE))
 
     return body
