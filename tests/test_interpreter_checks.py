@@ -83,6 +83,8 @@ def run_fault(name, buggy, **options):
 
 UNWRITTEN = {k for k in EXPECTED if k.startswith("unwritten") and k != "unwritten_lds"}
 HAND_OFFS = {
+    "stale_load", "stale_store", "no_flag", "flag_too_early", "fences", "wave_ahead", "relay",
+}  # fmt: skip
     "stale_load",
     "stale_store",
     "no_flag",
