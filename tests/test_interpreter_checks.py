@@ -85,14 +85,6 @@ UNWRITTEN = {k for k in EXPECTED if k.startswith("unwritten") and k != "unwritte
 HAND_OFFS = {
     "stale_load", "stale_store", "no_flag", "flag_too_early", "fences", "wave_ahead", "relay",
 }  # fmt: skip
-    "stale_load",
-    "stale_store",
-    "no_flag",
-    "flag_too_early",
-    "fences",
-    "wave_ahead",
-    "relay",
-}
 
 
 def test_every_fault_has_its_error():
