@@ -65,7 +65,7 @@ def figure(title: str, columns: int = 1, height: float = 3.6, **options: Any) ->
     with mpl.rc_context(STYLE):
         fig = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = fig.subplots(1, columns, **options)
-        fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", wrap=True)
+        fig.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", wrap=True)
     return fig, axes
 
 
@@ -117,9 +117,11 @@ def accuracy(cases: pd.DataFrame) -> Figure:
         axis.text(STAGE_BOUND * 1.15, -0.6, "bound 2e-3", color=VERMILION, va="center")
         axis.set(xscale="log", xlim=(EXACT_ZERO / 2, 2e-2), ylim=(len(names) - 0.4, -0.9))
         axis.set_yticks(range(len(names)), names)
-        axis.set_xlabel("relative L2 error against the kernel reference (leftmost: exactly 0)")
+        axis.set_xlabel(
+            "relative L2 error against the kernel reference (1e-9 stands for exactly 0)"
+        )
         axis.xaxis.grid(True)
-        _legend(axis, {"solo": BLUE, "four ranks": ORANGE})
+        _legend(axis, {"solo": BLUE, "four ranks": ORANGE}, bbox_to_anchor=(1, 1))
     return fig
 
 
@@ -169,7 +171,8 @@ def _bytes_title(data: pd.DataFrame) -> str:
     ranks = "four ranks" if data["npes"].iloc[0] > 1 else "solo"
     return (
         f"Weights move {ratio['weights']:.1f} times their floor, the KV cache "
-        f"{ratio['KV cache']:.1f} times ({ranks}, context {data['context'].iloc[0]:,})"
+        f"{ratio['KV cache']:.1f}, mailboxes up to {ratio['mailboxes']:.0f} times "
+        f"({ranks}, context {data['context'].iloc[0]:,})"
     )
 
 
@@ -228,7 +231,7 @@ def stage_work(cases: pd.DataFrame) -> Figure:
         axis.xaxis.grid(True)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:,.0f} k"))
         axis.set_xlabel("wave operations per rank and step, at the interpreter's level")
-        axis.legend()
+        axis.legend(loc="lower right")
     return fig
 
 
@@ -250,11 +253,13 @@ def interpreter_wall(cases: pd.DataFrame) -> Figure:
                 label = f"{tokens} token{'s' * (tokens > 1)}"
                 axis.plot(x, group["interpreter_wall_s"], "o:", color=PALETTE[i], label=label)
                 axis.set_xticks(x, [f"{c:,}" for c in group["context"]])
-            axis.set(title=name, xlabel="context, keys", ylim=(0, None))
+            axis.set(title=name, xlabel="context, keys")
             axis.yaxis.grid(True)
         axes[0].set_ylabel("interpreter wall time, s")
-        if axes[0].get_legend_handles_labels()[0]:
-            axes[0].legend(loc="upper left")
+        axes[0].set_ylim(0, 1.1 * worst)
+        axes[1].legend(
+            *axes[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1, 1)
+        )
     return fig
 
 

@@ -14,7 +14,6 @@ from m3lab import isa_report
 from m3lab.verify import EXACT_ALARM, STAGE_BOUND
 
 INTERMEDIATES = ("sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "h_mid")
-CASE_COLUMNS = ("tokens", "context", "npes", "q_len", "pad_rows", "page_stride", "static_scale")
 # What a buffer holds, by allocation name: the classes that floors are stated in.
 BUFFER_CLASS = {
     "w_o": "weights",
@@ -52,14 +51,42 @@ def verdict_line(cases: pd.DataFrame) -> str:
 
 
 def summary(cases: pd.DataFrame) -> pd.DataFrame:
-    """One row a case: what it was, its status, its checks, its interpreter wall time."""
-    columns = ["name", *CASE_COLUMNS, "status", "checks_passed", "checks_failed"]
-    table = cases.reindex(columns=[*columns, "interpreter_wall_s", "error"]).copy()
-    table["interpreter_wall_s"] = table["interpreter_wall_s"].astype(float).round(1)
-    table["error"] = table["error"].fillna("").str.slice(0, 200)
-    if not table["error"].any():
-        table = table.drop(columns="error")
-    return table.rename(columns={"interpreter_wall_s": "interpreter wall s"}).set_index("name")
+    """One row a case: status, checks, worst stage errors, unequal page ids, interpreter wall time.
+
+    An empty error: the build does not publish that intermediate (see ``m3lab.step``).
+    """
+    shown = {
+        "tokens": cases["tokens"],
+        "context": cases["context"],
+        "ranks": cases["npes"],
+        "status": cases["status"],
+    }
+    if "verdicts" in cases:
+        made = cases["checks_passed"] + cases["checks_failed"]
+        shown["checks"] = [
+            "" if n != n else f"{p:.0f}/{n:.0f}"
+            for p, n in zip(cases["checks_passed"], made, strict=True)
+        ]
+        for column, label in SUMMARY_ERRORS.items():
+            values = cases.get(column, pd.Series(float("nan"), cases.index))
+            shown[label] = ["" if v != v else f"{v:.1e}" for v in values.astype(float)]
+        unequal = cases["stage_sparse_table"].astype(float)
+        shown["unequal page ids"] = ["" if v != v else f"{v:.0f}" for v in unequal]
+        wall = cases["interpreter_wall_s"].astype(float)
+        shown["interpreter wall s"] = ["" if v != v else f"{v:.1f}" for v in wall]
+    errors = cases["error"].fillna("") if "error" in cases else pd.Series("", cases.index)
+    if errors.any():
+        shown["error"] = errors.str.slice(0, 200)
+    return pd.DataFrame(shown).set_index(cases["name"].rename("case"))
+
+
+SUMMARY_ERRORS = {
+    "stage_sp_o": "sp_o",
+    "stage_attnq": "attnq",
+    "stage_a": "a",
+    "stage_h_mid": "h_mid",
+    "exact_a": "a, exact",
+}
 
 
 def verdicts(cases: pd.DataFrame) -> pd.DataFrame:
@@ -127,7 +154,10 @@ EQUAL = {
 def builds(cases: pd.DataFrame) -> dict[str, isa_report.IsaFigures]:
     """ISA figures per distinct build, labelled by tokens and ranks (and what else differs)."""
     out: dict[str, isa_report.IsaFigures] = {}
-    for case in finished(cases).sort_values(["npes", "tokens"], kind="stable").to_dict("records"):
+    done = finished(cases)
+    if done.empty:
+        return out
+    for case in done.sort_values(["npes", "tokens"], kind="stable").to_dict("records"):
         label = f"{case['tokens']} tokens, " + ("solo" if case["npes"] == 1 else "four ranks")
         label = label.replace("1 tokens", "1 token")
         label += ", stride 16" if case["page_stride"] == 16 else ""
@@ -186,11 +216,31 @@ def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+# Files that every stage uses: what they do outside a stage is the kernel's opening.
+SHARED_FILES = ("isa", "mailbox", "wave", "matrix", "context", "post_attn")
+OPENING = "opening"
+
+
+def _prologue_joined(counters: dict[str, Any]) -> dict[str, Any]:
+    """The counters with the shared files' parts joined into one stage, the opening."""
+
+    def stage(name: str) -> str:
+        return OPENING if name in SHARED_FILES else name
+
+    work: dict[str, dict[str, int]] = {}
+    for name, classes in counters["work"].items():
+        into = work.setdefault(stage(name), {})
+        for kind, count in classes.items():
+            into[kind] = into.get(kind, 0) + count
+    moved = [{**entry, "stage": stage(entry["stage"])} for entry in counters["bytes"]]
+    return {**counters, "work": work, "bytes": moved}
+
+
 def stage_work(cases: pd.DataFrame) -> pd.DataFrame:
     """Wave operations, MFMAs, bytes, polls, barriers and LDS cycles per stage, a row each."""
     rows = []
     for case in finished(cases).to_dict("records"):
-        c, npes = json.loads(case["counters"]), case["npes"]
+        c, npes = _prologue_joined(json.loads(case["counters"])), case["npes"]
         moved: dict[str, int] = {}
         for entry in c["bytes"]:
             if entry["space"] != "lds":

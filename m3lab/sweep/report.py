@@ -130,16 +130,16 @@ _PAGE = """<!DOCTYPE html>
 <style>
 body { margin: 0; background: #f4f4f2; color: #222; font: 16px/1.5 system-ui, "Segoe UI",
        "DejaVu Sans", sans-serif; }
-main { max-width: 1080px; margin: 2rem auto; padding: 1rem 2.5rem 3rem; background: white;
+main { max-width: 1140px; margin: 2rem auto; padding: 1rem 2.5rem 3rem; background: white;
        border-radius: 6px; box-shadow: 0 1px 4px rgba(0,0,0,.12); }
 h1 { font-size: 1.9rem; margin-bottom: .3rem; }
 h2 { margin-top: 2.4rem; padding-top: .8rem; border-top: 1px solid #ddd; font-size: 1.35rem; }
-svg, img { max-width: 100%; height: auto; }
-table { border-collapse: collapse; border: 0; font-size: .86rem; margin: 1rem 0; }
+.output_svg img { width: 100%; } img { max-width: 100%; }
+table { border-collapse: collapse; border: 0; font-size: .84rem; margin: 1rem 0; }
 .jp-RenderedHTMLCommon, .output_html, .output_subarea { overflow-x: auto; }
-th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .3rem .7rem; text-align: right;
+th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .28rem .55rem; text-align: right;
          vertical-align: top; font-variant-numeric: tabular-nums; }
-thead th { border-bottom: 2px solid #999; white-space: nowrap; }
+thead th { border-bottom: 2px solid #999; vertical-align: bottom; line-height: 1.25; }
 tbody th { text-align: left; font-weight: 600; white-space: nowrap; }
 table.words td { text-align: left; }
 tbody tr:hover { background: #f2f7fb; }

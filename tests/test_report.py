@@ -1,0 +1,190 @@
+"""Reports: tables and figures say what the rows hold, and the page is whole and self-contained."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from m3lab import plots, tables
+from m3lab.sweep import report
+from m3lab.sweep.results import ResultsError, Run, load_run, read_rows, write_rows
+
+SAMPLE = Path(__file__).parent.parent / "results" / "sample"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return load_run(SAMPLE)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder that may be changed: the sample's rows, nothing else."""
+    target = tmp_path / "run"
+    target.mkdir()
+    for name in ("run.json", "cases.parquet"):
+        shutil.copy(SAMPLE / name, target)
+    return target
+
+
+def edited(run, **changes):
+    """The run with the first row's verdict fields changed."""
+    cases = run.cases.copy()
+    verdicts = json.loads(cases.loc[0, "verdicts"])
+    verdicts[1] |= changes
+    cases.loc[0, "verdicts"] = json.dumps(verdicts)
+    return Run(run.path, run.meta, cases)
+
+
+def test_the_sample_run_passed_every_check(sample):
+    assert (sample.cases["status"] == "passed").all()
+    assert tables.verdicts(sample.cases)["passed"].all()
+    assert sample.cases["checks_failed"].sum() == 0
+
+
+def test_the_verdict_line_counts_cases_and_checks(sample):
+    cases = sample.cases
+    n, checks = len(cases), len(tables.verdicts(cases))
+    line = tables.verdict_line(cases)
+    assert line == f"{n} of {n} cases passed; {checks} checks passed, 0 failed"
+
+
+def test_a_case_without_verdicts_is_counted_as_not_finished(sample):
+    cases = sample.cases.copy()
+    cases.loc[0, ["status", "verdicts"]] = ["crashed", None]
+    line = tables.verdict_line(cases)
+    assert line.startswith(f"{len(cases) - 1} of {len(cases)} cases passed")
+    assert line.endswith("1 cases did not finish")
+    assert report.banner(Run(sample.path, sample.meta, cases)).data.count("NOT PASSED") == 1
+
+
+def test_the_worst_error_and_its_case_stand_in_the_accuracy_table(sample):
+    run = edited(sample, error=1.5e-3)
+    name = json.loads(run.cases.loc[0, "verdicts"])[1]["name"]
+    row = tables.accuracy(run.cases).loc["kernel reference, stage by stage", name]
+    assert row["worst rel. L2"] == 1.5e-3
+    assert row["worst in"] == run.cases.loc[0, "name"]
+    assert "1 times under the bound" in plots.accuracy(run.cases).get_suptitle()
+
+
+def test_a_title_states_a_failure_when_there_is_one(sample):
+    run = edited(sample, error=0.4, passed=False)
+    assert re.search(r"1 of \d+ comparisons exceed", plots.accuracy(run.cases).get_suptitle())
+
+
+def test_bytes_are_per_rank_and_their_ratio_is_to_the_floor(sample):
+    data = tables.moved_bytes(sample.cases)
+    assert set(data["class"]) == set(tables.CLASSES)
+    assert (data["ratio"] == data["moved"] / data["floor"]).all()
+    weights = data[data["class"] == "weights"]
+    assert (weights["ratio"] >= 1).all()
+    assert (weights["moved"] < 60e6).all()  # one rank's, not four
+
+
+def test_no_build_of_the_sample_spills_or_outgrows_lds(sample):
+    figures = tables.builds(sample.cases)
+    assert figures
+    assert not [p for f in figures.values() for p in f.problems()]
+
+
+def test_changes_between_runs_are_the_difference_of_shared_builds(sample):
+    before = sample.cases.copy()
+    isa = json.loads(before.loc[0, "isa"])
+    isa["instructions"] -= 10
+    for i, text in enumerate(before["isa"]):
+        if json.loads(text)["name"] == isa["name"]:
+            before.loc[i, "isa"] = json.dumps(isa)
+    changes = tables.isa_changes(sample.cases, before)
+    assert set(changes["instructions"]) == {0, 10}
+    assert tables.isa_changes(sample.cases, before.iloc[:0]).empty
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        plots.accuracy,
+        plots.bytes_over_floor,
+        plots.isa_mix,
+        plots.stage_work,
+        plots.interpreter_wall,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_every_figure_has_a_finding_units_and_both_files(sample, make, tmp_path):
+    fig = make(sample.cases)
+    assert len(fig.get_suptitle()) > 20
+    labels = [axis.get_xlabel() + axis.get_ylabel() for axis in fig.axes]
+    assert any(labels)
+    svg, png = plots.save(fig, tmp_path, make.__name__)
+    assert svg.read_text().lstrip().startswith("<?xml")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interpreters_seconds_are_never_called_a_kernels_time(sample):
+    fig = plots.interpreter_wall(sample.cases)
+    assert "not a GPU time" in fig.get_suptitle()
+    assert all("interpreter" in a.get_ylabel() for a in fig.axes if a.get_ylabel())
+
+
+def test_a_run_with_no_finished_case_says_so_instead_of_drawing(sample):
+    empty = Run(sample.path, sample.meta, sample.cases.assign(verdicts=None))
+    assert "nothing to draw" in plots.show(plots.accuracy, empty).data
+
+
+def test_the_report_is_one_page_without_code_or_outside_references(folder):
+    page = report.make_report(folder, notebooks=["20_report"])
+    text = page.read_text()
+    assert text.count("data:image/svg+xml") == 5
+    assert "PASSED" in text
+    assert "load_run(" not in text
+    assert "Error" not in text
+    assert not re.search(r'(src|href)="https?://', text)
+    assert "/tmp/" not in text
+    assert {p.name for p in (folder / "figures").iterdir()} >= {"accuracy.svg", "accuracy.png"}
+    notebook = json.loads((folder / "20_report.ipynb").read_text())
+    assert "input_path" not in notebook["metadata"]["papermill"]
+
+
+def test_a_report_of_a_run_with_crashed_cases_is_made_and_says_not_passed(folder):
+    rows = read_rows(folder)
+    keep = ("key", "name", "npes", "tokens", "context", "solo", "code", "case_s")
+    bad = {k: v for k, v in rows[0].items() if k in keep} | {
+        "key": "x",
+        "status": "crashed",
+        "error": "the case's process ended with code -9",
+    }
+    write_rows(folder, [*rows[1:], bad])
+    text = report.make_report(folder, notebooks=["20_report"]).read_text()
+    assert "NOT PASSED" in text
+    assert "ended with code -9" in text
+
+
+@pytest.mark.slow
+def test_a_report_without_any_finished_case_is_made(folder):
+    write_rows(folder, [{**r, "status": "error", "verdicts": None} for r in read_rows(folder)])
+    text = report.make_report(folder, notebooks=["10_sweep_tokens", "20_report"]).read_text()
+    assert "nothing to draw" in text
+
+
+def test_a_notebook_that_fails_is_named_with_its_error(folder, tmp_path, monkeypatch):
+    source = json.loads((report.NOTEBOOK_DIR / "20_report.ipynb").read_text())
+    for cell in source["cells"]:
+        if cell["cell_type"] == "code" and "parameters" not in cell["metadata"].get("tags", []):
+            cell["source"] = ["raise KeyError('lost')"]
+            break
+    broken = tmp_path / "20_report.ipynb"
+    broken.write_text(json.dumps(source))
+    monkeypatch.setattr(report, "NOTEBOOK_DIR", tmp_path)
+    with pytest.raises(ResultsError, match=r"20_report.ipynb failed: KeyError: 'lost'"):
+        report.make_report(folder, notebooks=["20_report"])
+    assert not (folder / "report.html").exists()
+
+
+def test_an_empty_table_stays_a_table():
+    none = pd.DataFrame()
+    assert tables.accuracy(none).empty
+    assert tables.isa(none).empty
+    assert tables.verdicts(none).empty
