@@ -62,6 +62,23 @@ def four_rows():
     return run_step(4, selection_scores(), npes=1, context=contexts)
 
 
+def long_scores():
+    """[2, 8192]: rows of 513 and 8192 blocks."""
+    scores = torch.ones(2, 8192)
+    scores[1] = -3.0
+    scores[1, [0, 1023, 1024]] = 5.0  # both sides of a share's edge
+    scores[1, 3072:4096] = NAN  # a whole share
+    scores[1, 4096] = INF
+    scores[1, 8190] = 2.0
+    return scores
+
+
+@lru_cache
+def long_rows():
+    """Solo, two tokens past what a CTA ranks by itself: 65537 keys and 1M."""
+    return run_step(2, long_scores(), npes=1, context=[65537, 1 << 20])
+
+
 @lru_cache
 def one_row():
     """Solo, one token of 300 keys: most partitions have no key."""

@@ -3,11 +3,20 @@ reference fed with the published inputs, and against a plain softmax in fp64."""
 
 import pytest
 import torch
-from kernel_steps import failures, four_rows, one_row, padded, pinned_row, silent, verified_rows
+from kernel_steps import (
+    failures,
+    four_rows,
+    long_rows,
+    one_row,
+    padded,
+    pinned_row,
+    silent,
+    verified_rows,
+)
 
 from m3lab.formats import e4m3_decode
 
-RUNS = [four_rows, one_row, pinned_row, verified_rows]
+RUNS = [four_rows, long_rows, one_row, pinned_row, verified_rows]
 ATTENTION = ("sparse_table", "sp_o", "sp_m", "sp_l", "attnq")
 
 

@@ -102,7 +102,7 @@ def test_no_buffer_needs_a_waterfall_loop():
 
 def test_stamps_are_emitted_only_with_a_timeline():
     assert "s_memrealtime" not in assembly()
-    assert assembly(timeline=True).count("s_memrealtime") == 12
+    assert assembly(timeline=True).count("s_memrealtime") == 15
 
 
 def test_a_static_scale_is_read_once_not_per_key():

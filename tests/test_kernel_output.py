@@ -71,6 +71,7 @@ def test_bits_do_not_depend_on_the_schedule(schedule):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
+@pytest.mark.slow
 def test_from_twelve_tokens_the_owner_rank_sums_and_gathers():
     step, result = run_step(12, npes=4, context=[130 * (i + 1) for i in range(12)])
     tag = {"step": result.step, "layer": step.layer, "tokens": 12}

@@ -3,7 +3,7 @@ page table it publishes, against lists worked out by hand."""
 
 import pytest
 import torch
-from kernel_steps import four_rows, padded, pinned_row, verified_rows
+from kernel_steps import four_rows, long_rows, padded, pinned_row, verified_rows
 
 
 def blocks_of(step, table, row):
@@ -48,6 +48,18 @@ def test_512_blocks_rank_by_score_then_by_the_higher_id():
     assert context_of(four_rows(), 3) == 16 * 128
 
 
+def test_513_equal_blocks_keep_the_highest_ids():
+    """One more than a CTA ranks by itself: the eight CTAs' candidates are merged."""
+    assert selected(long_rows(), 0) == [*range(511, 496, -1), 512]
+    assert context_of(long_rows(), 0) == 15 * 128 + 1
+
+
+def test_a_million_keys_rank_by_score_then_by_the_higher_id():
+    """One share holds NaN alone; its candidates lose to every number."""
+    assert selected(long_rows(), 1) == [4096, 1024, 1023, 0, 8190, *range(8189, 8179, -1), 8191]
+    assert context_of(long_rows(), 1) == 16 * 128
+
+
 def test_pinned_first_blocks_lead_and_pinned_last_blocks_follow():
     """Blocks 0, 1 at 1e30 and 37..39 at 1e29: higher ids first, the tail (39) last of all."""
     assert selected(pinned_row(), 0) == [1, 0, 38, 37, *range(2, 13), 39]
@@ -75,7 +87,7 @@ def test_pages_of_one_allocation_are_sixteen_apart():
     assert first.unique().numel() > 1
 
 
-@pytest.mark.parametrize("run", [four_rows, pinned_row, verified_rows])
+@pytest.mark.parametrize("run", [four_rows, long_rows, pinned_row, verified_rows])
 def test_the_reference_selects_the_same(run):
     step, result = run()
     for row in range(step.tokens):

@@ -257,6 +257,20 @@ def spin(counts, load_all, pending):
     return [_words(value, n) for value, n in zip(loop.results, counts, strict=True)]
 
 
+@dsl_loc_tracing
+def first_lane(cond):
+    """The lowest lane where ``cond`` holds, 64 where there is none; uniform."""
+    lanes = raw_rocdl.ballot(T.i64, as_ir_value(cond))
+    return fx.Int32(fx.math.cttz(fx.Int64(lanes)))
+
+
+@dsl_loc_tracing
+def unlikely(cond):
+    """``cond``, with a hint that it seldom holds: the code behind it goes out of the way."""
+    hint = [as_ir_value(cond), as_ir_value(fx.Boolean(False))]
+    return fx.Boolean(llvm.call_intrinsic(fx.Boolean.ir_type, "llvm.expect.i1", hint, [], []))
+
+
 def barrier():
     fx.gpu.barrier()
 

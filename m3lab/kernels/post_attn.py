@@ -19,6 +19,7 @@ from m3lab.kernels import attention, isa, output
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.kernels.context import Build, Context, clear_stamps, flush_stamps, stamp
 from m3lab.kernels.mailbox import launch_tag
+from m3lab.kernels.select_long import select_long
 from m3lab.kernels.wave import div, mod
 from m3lab.placement import THREADS, TL_POINTS, WAVE, Placement
 from m3lab.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
@@ -158,7 +159,8 @@ def build_post_attn_kernel(
         ctx = open_context(build, smem, args)
         clear_stamps(ctx)
         stamp(ctx, 0)
-        attention.split(ctx)  # 0 and 1: each split task selects its blocks first
+        select_long(ctx)  # 0, contexts past 512 blocks
+        attention.split(ctx)  # 0 and 1: a split task of any other context selects by itself
         stamp(ctx, 1)
         attention.merge(ctx)  # 2b
         output.project(ctx)  # 3

@@ -3,7 +3,7 @@
 The blocks' index scores are in scratch; here they are ranked by (score, block id), the pinned
 blocks always in, the tail block listed last. Every split CTA of a token selects for itself and
 keeps the two blocks of its own partition. A context of up to 16 blocks keeps them all and is never
-scored. Contexts up to 512 blocks, one block a thread.
+scored. Contexts up to 512 blocks, one block a thread; longer ones are ``select_long``'s.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ from m3lab.kernels.wave import butterfly, div, mod, pick
 from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS, WORD_BYTES
 from m3lab.placement import THREADS
 
+MAX_BLOCKS = THREADS  # of a context that is not long: one a thread
+BLOCKS_WORDS = 4  # of lds.blocks: two first pages, the sparse context length, a spare
+CONTEXT_WORD = 2
 RANK_SPLIT = 8  # threads that share a block's rank count
 RANK_LANES = (4, 2, 1)
 INIT_SCORE = 1e30  # a pinned first block
@@ -106,21 +109,20 @@ def rank_blocks(ctx, candidate, n_blk):
     return rank, tail_rank
 
 
-def place(ctx, rank, tail_rank, n_blk, seq_len):
-    """Where the ranked blocks go: the full blocks by rank, the tail block (the one that holds the
-    row's own token) last. -> (this thread's block is in, its slot, sparse context length)."""
+def context_and_slot(ctx, rank, is_tail, tail_rank, n_blk, seq_len):
+    """(sparse context length, slot of this thread's block): the full blocks by rank, the tail block
+    (the one that holds the row's own token) last. ``tail_rank`` is at least the number of slots
+    where the tail is not in."""
     model = ctx.build.shape.model
     size = model.sparse_block
     n_sel = fx.min(n_blk, model.topk_blocks)
     tail_in = tail_rank < n_sel
     n_full = n_sel - select(tail_in, fx.Int32(1), fx.Int32(0))
-    tail = n_blk - 1
-    is_in = (ctx.tid < n_blk) & (rank < n_sel)
     # ranks are a strict order: a block behind the tail moves up by the tail's place
     full_slot = rank - select(tail_rank < rank, fx.Int32(1), fx.Int32(0))
-    slot = select(ctx.tid == tail, n_full, full_slot)
-    n_ctx = select(tail_in, n_full * size + seq_len - tail * size, fx.min(n_sel * size, seq_len))
-    return is_in, slot, n_ctx
+    with_tail = n_full * size + seq_len - (n_blk - 1) * size
+    n_ctx = select(tail_in, with_tail, fx.min(n_sel * size, seq_len))
+    return n_ctx, select(is_tail, n_full, full_slot)
 
 
 def pages_from(first, n):
@@ -142,21 +144,35 @@ def write_table(ctx, token, is_in, slot, first_page, n_ctx):
 
 
 @traced
+def keep_pages(ctx, partition, is_in, slot, first_page):
+    """lds.blocks[0..1] := the first page ids of selection slots 2 p and 2 p + 1."""
+    per_part = ctx.build.shape.model.topk_blocks // N_SPLIT
+    if is_in & (div(slot, per_part) == partition):
+        isa.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
+
+
+@traced
 def select_blocks(ctx, token, partition, candidate):
     """lds.blocks[0..1] := the first page ids of the token's selection slots 2p, 2p + 1 (page 0
     where the selection is shorter); -> its sparse context length, uniform. Partition 0's CTA also
-    writes the token's sparse table. What the CTA stored to LDS before is there for every wave."""
-    per_part = ctx.build.shape.model.topk_blocks // N_SPLIT
-    n_blk = pick(ctx.n_blocks, token)
+    writes the token's sparse table. What the CTA stored to LDS before is there for every wave.
+
+    For a long context ``select_long`` has left all that: a one-block stand-in is ranked and placed
+    nowhere.
+    """
+    short = pick(ctx.n_blocks, token) <= MAX_BLOCKS
+    n_blk = select(short, pick(ctx.n_blocks, token), fx.Int32(1))
     seq_len = pick(ctx.seq_lens, token)
-    if ctx.tid < per_part:
+    if (ctx.tid < BLOCKS_WORDS) & short:
         isa.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))
     rank, tail_rank = rank_blocks(ctx, candidate, n_blk)
-    is_in, slot, n_ctx = place(ctx, rank, tail_rank, n_blk, seq_len)
+    topk = ctx.build.shape.model.topk_blocks
+    is_in = (ctx.tid < n_blk) & (rank < topk) & short
+    is_tail = ctx.tid == n_blk - 1
+    n_ctx, slot = context_and_slot(ctx, rank, is_tail, tail_rank, n_blk, seq_len)
     first_page = candidate.block_id * ctx.build.cache.page_stride
-    if is_in & (div(slot, per_part) == partition):
-        isa.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
-    if partition == 0:
+    keep_pages(ctx, partition, is_in, slot, first_page)
+    if (partition == 0) & short:
         write_table(ctx, token, is_in, slot, first_page, n_ctx)
     isa.barrier()
-    return isa.uniform(n_ctx)
+    return isa.uniform(select(short, n_ctx, isa.lds_load(ctx.lds.blocks, CONTEXT_WORD)))
