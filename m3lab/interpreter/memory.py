@@ -93,18 +93,34 @@ class Memory:
     def __init__(
         self,
         device: str | torch.device = "cpu",
-        capacity: int = 1 << 28,
+        capacity: int | None = None,
         *,
         poison: bool = False,
     ) -> None:
-        """``poison``: memory that was not asked for as zeros starts as 0xFF bytes (NaNs)."""
+        """``capacity``: bytes to begin with; it grows as needed, but growing copies. The default on
+        a CPU is large, since memory that is never touched is never mapped. ``poison``: memory that
+        was not asked for as zeros starts as 0xFF bytes (NaNs)."""
         self.device = torch.device(device)
         self.poison = poison
         self.stores = 0  # kernel stores executed so far: the checks' clock
         self._used = 0
         self._starts: list[int] = []
         self._allocs: list[Allocation] = []
-        self._make(capacity)
+        if capacity is not None:
+            self._make(capacity)
+        else:
+            self._make_default()
+
+    def _make_default(self) -> None:
+        """The largest arena the host grants at once, from 8 GiB down (256 MiB on a device)."""
+        capacity = 8 << 30 if self.device.type == "cpu" else 1 << 28
+        while True:
+            try:
+                return self._make(capacity)
+            except MemoryError:
+                if capacity <= 1 << 28:
+                    raise
+                capacity //= 2
 
     def _zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         if self.device.type == "cpu":  # calloc: pages are mapped when touched
