@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from m3lab.formats import dequantize_mxfp4
 from m3lab.reference import exact
 from m3lab.reference.compare import rel_l2
+from m3lab.reference.context import Row
 from m3lab.shapes import ModelShape
 from m3lab.weights import LayerWeights, random_layer
 
@@ -214,6 +216,22 @@ def test_fp64_differs_from_fp32_by_fp32_rounding_only(small_layer, after_17_bloc
     double = exact.layer_step(small_layer, SMALL, x, 0 * x, contexts, 2, torch.float64)
     assert double.mlp.out.dtype == torch.float64
     assert 0 < rel_l2(single.mlp.out, double.mlp.out) <= BOUND
+
+
+@pytest.mark.parametrize("seen", [1, 128, 300 * 128 - 5])
+def test_block_scores_are_the_best_causal_key(seen):
+    gen = torch.Generator().manual_seed(1)
+    ik = torch.randn(300 * 128, 128, generator=gen)  # past one chunk of blocks
+    iq = torch.randn(2, 128, generator=gen)
+    dots = (iq @ ik.t()) * 128**-0.5 * math.log2(math.e)
+    dots[:, seen - 1] = 100.0  # the row's own key is the best of its block
+    ik[seen - 1] = torch.linalg.pinv(iq) @ torch.full((2,), 100.0 / (128**-0.5 * math.log2(math.e)))
+    ik[seen:] *= 1e3  # keys the row does not see
+    context = DenseContext(ik, ik, ik, len(ik))
+    row = Row(0, seen)
+    got = exact.block_scores(iq, row, context, 128**-0.5)
+    want = dots[:, :seen].split(128, dim=-1)
+    assert torch.allclose(got, torch.stack([b.amax(-1) for b in want], -1), rtol=1e-4)
 
 
 def test_a_tie_of_experts_goes_to_the_lower():
