@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +21,27 @@ from torch import Tensor
 from m3lab.build import Build, build_cached, spec_key
 from m3lab.caches import KVContext, PagedCaches, random_context
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
-from m3lab.memory import PeerBuffers, Scratch, StepCounter
+from m3lab.memory import Allocation, PeerBuffers, Scratch, StepCounter
 from m3lab.reference import kernel as ref
 from m3lab.reference.pre_attn import block_scores
 from m3lab.shapes import MAX_TOKENS, CacheLayout, ModelShape, RankShape
-from m3lab.weights import LayerWeights, PreparedLayer, prepare, random_layer
+from m3lab.views import RankViews, read_views
+from m3lab.weights import LayerWeights, PreparedLayer, prepare, random_layer, weight_specs
 
 if TYPE_CHECKING:
     from m3lab.interpreter import Memory, RunReport
     from m3lab.verify import Verdict
 
 BACKENDS = ("auto", "interpreter", "hip")
-BUILT_STAGES = ("output",)
+BUILT_STAGES = ("output", "router")  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
 POINTER_ALIGN = 16  # the widest load of the kernel
+SPARE_BYTES = 1 << 26  # a rank's arena besides its expert tables
+EXPERT_POOL = 8  # routed experts that random weights hold: 28 MB each at full shape
+STEERING = 4.0  # taken off an absent expert's correction bias; a sigmoid and its bias are below 2
+ATTENTION_WEIGHTS = ("w_o", "s_o")
+MLP_WEIGHTS = ("g_post", "w_gate", "bias", "w13", "s13", "w2", "s2")
 
 
 @dataclass
@@ -55,29 +62,6 @@ class StepInputs:
 
 
 @dataclass
-class RankViews:
-    """What one rank published, as plain tensors; None where this build does not publish it.
-
-    ``sp_o`` fp32 (bf16 values) [tokens, 8, heads, 128]; ``sp_m``, ``sp_l`` fp32
-    [tokens, 8, heads]; ``table`` int32 [tokens, 130]; ``attnq`` uint8 [tokens, o_k] with
-    ``attnq_s`` fp32 [tokens]; ``partials`` fp32 (bf16 values) [npes, tokens, hidden]: every rank's
-    o_proj rows as pushed to this one; ``a`` and ``h_mid`` fp32 (bf16 values) [tokens, hidden].
-    ``missing``: regions with a pair whose tag is not this launch's.
-    """
-
-    sp_o: Tensor
-    sp_m: Tensor
-    sp_l: Tensor
-    table: Tensor
-    attnq: Tensor | None
-    attnq_s: Tensor | None
-    partials: Tensor
-    a: Tensor
-    h_mid: Tensor | None
-    missing: list[str] = field(default_factory=list)
-
-
-@dataclass
 class StepResult:
     """One launch of every rank: its views, the interpreter's report, wall seconds (not a GPU's)."""
 
@@ -87,9 +71,34 @@ class StepResult:
     seconds: float
 
 
+def expert_pool(model: ModelShape, seed: int, size: int = EXPERT_POOL) -> tuple[int, ...]:
+    """``size`` routed experts drawn from ``seed``, sorted.
+
+    The first ``top_k`` are always among them: a padding row that holds NaN picks those, since its
+    routing keys are equal but for the expert number.
+    """
+    gen = torch.Generator().manual_seed(seed * 7919 + 5)
+    others = model.top_k + torch.randperm(model.experts - model.top_k, generator=gen)
+    return tuple(sorted([*range(model.top_k), *others[: size - model.top_k].tolist()]))
+
+
+def steered(layer: LayerWeights) -> LayerWeights:
+    """``layer`` with a correction bias that keeps the routing among the experts it holds.
+
+    Every absent expert's bias is lowered by more than a sigmoid can make up; those of the present
+    ones stay, so which of them a token gets is still decided by its scores.
+    """
+    bias = layer.bias - STEERING
+    here = [e for e in layer.present if e != layer.shared_entry]
+    bias[here] = layer.bias[here]
+    return replace(layer, bias=bias)
+
+
 @lru_cache(maxsize=2)
-def _random_attention_layer(model: ModelShape, seed: int) -> LayerWeights:
-    return random_layer(model, seed, experts=None)
+def _random_layer(model: ModelShape, seed: int, experts: tuple[int, ...] | None) -> LayerWeights:
+    """Drawn once a process: half a second an expert at full shape, and a layer is only read."""
+    layer = random_layer(model, seed, experts=experts)
+    return layer if experts is None else steered(layer)
 
 
 class DecodeStep:
@@ -98,7 +107,10 @@ class DecodeStep:
     ``context``: keys a request's last row sees, its own new tokens included: one number, or one per
     live request. A request has ``q_len`` consecutive rows; the last ``pad_rows`` rows are padding.
     ``npes`` is 1 (rank 0 alone, its partial sum as the result) or ``shape.tp``. ``until`` names the
-    stage the build stops after. Call ``prepare``, then ``run`` as often as wanted, then ``verify``.
+    stage the build stops after, None builds them all. ``experts``: the routed experts that random
+    weights hold (default: ``expert_pool``); the routing is steered to them through the correction
+    bias, and every other expert is poisoned: its scales are NaN, its elements never written.
+    Call ``prepare``, then ``run`` as often as wanted, then ``verify``.
 
     Raises ValueError with one sentence for anything out of range.
     """
@@ -114,6 +126,7 @@ class DecodeStep:
         pad_rows: int = 0,
         layout: CacheLayout | None = None,
         until: str | None = "output",
+        experts: Sequence[int] | None = None,
         seed: int = 0,
         layer: int = 3,
         backend: str = "auto",
@@ -126,6 +139,7 @@ class DecodeStep:
         self.layout = layout or CacheLayout()
         self.until, self.seed, self.layer = until, seed, layer
         self._check_build(backend)
+        self.experts = self._experts_of(experts)
         self.requests = (tokens - pad_rows) // q_len
         self.context = self._contexts_of(context)
         self.seq_lens = self._row_lengths()
@@ -161,6 +175,20 @@ class DecodeStep:
             raise ValueError(
                 "backend 'hip' is not built yet; use 'interpreter' (or 'auto', which takes it)"
             )
+
+    def _experts_of(self, experts: Sequence[int] | None) -> tuple[int, ...] | None:
+        """The routed experts of random weights, sorted; None where no stage reads one."""
+        m = self.model
+        if self.until == "output":
+            return None
+        if experts is None:
+            return expert_pool(m, self.seed)
+        pool = tuple(sorted(set(experts)))
+        if len(pool) < m.top_k or not all(0 <= e < m.experts for e in pool):
+            raise ValueError(
+                f"experts must be at least {m.top_k} ids in 0..{m.experts - 1}, got {pool}"
+            )
+        return pool
 
     def _contexts_of(self, context: int | Sequence[int]) -> list[int]:
         each = [context] * self.requests if isinstance(context, int) else list(context)
@@ -208,7 +236,8 @@ class DecodeStep:
         """Make or take inputs and weights, choose blocks, fill caches, build the kernel."""
         self.inputs = inputs or self.random_inputs()
         check_inputs(self, self.inputs)
-        self.weights = weights or _random_attention_layer(self.model, self.seed)
+        self.weights = weights or _random_layer(self.model, self.seed, self.experts)
+        check_weights(self, self.weights)
         self.scores = self._block_scores()
         self.selections = [
             [self._select(rank, row) for row in range(self.tokens)] for rank in range(self.npes)
@@ -218,10 +247,18 @@ class DecodeStep:
         if self._memory is None:
             from m3lab.interpreter import Memory
 
-            self._memory = Memory()
+            self._memory = Memory(capacity=max(1 << 28, self._weight_bytes()))
         self.peers = PeerBuffers(self.shape, self._memory, self.npes)
         self._ranks = [_Rank(self, rank, self._memory) for rank in range(self.npes)]
         return self
+
+    def _weight_bytes(self) -> int:
+        """Room for every rank's weights, absent experts included: such memory is never touched."""
+        if self.until == "output":
+            return 0
+        specs = weight_specs(self.model)
+        tables = sum(prod(specs[name][0]) for name in ("w13", "s13", "w2", "s2"))
+        return (tables // self.shape.tp + SPARE_BYTES) * self.npes
 
     def _request_of(self, row: int) -> int | None:
         """The live request of ``row``; None for a padding row."""
@@ -340,7 +377,7 @@ class _Rank:
     def __init__(self, step: DecodeStep, rank: int, memory: Memory) -> None:
         self.step, self.rank = step, rank
         m, shape = step.model, step.shape
-        self.prepared: PreparedLayer = prepare(step.weights, shape, rank)
+        prepared: PreparedLayer = prepare(step.weights, shape, rank)
         self.scratch = Scratch(shape, memory, rank)
         self.counter = StepCounter(memory, rank)
         self.caches = PagedCaches(shape, step.layout, memory, rank, step.n_blocks)
@@ -351,10 +388,12 @@ class _Rank:
             "q": step.inputs.q[:, heads].contiguous(),
             "block_table": step.block_table,
             "seq_lens": torch.tensor(step.seq_lens, dtype=torch.int32),
-            "w_o": self.prepared.w_o,
-            "s_o": self.prepared.s_o,
         }
-        self.placed = {name: memory.place(name, t, rank=rank) for name, t in place.items()}
+        self.placed: dict[str, Allocation] = {
+            name: memory.place(name, t, rank=rank) for name, t in place.items()
+        }
+        names = ATTENTION_WEIGHTS + (() if step.until == "output" else MLP_WEIGHTS)
+        self.placed |= prepared.place(memory, names)
         row_bytes = step.tokens * m.hidden * 2
         for name in ("h_mid", "ar_out"):
             self.placed[name] = memory.alloc(name, row_bytes, rank=rank)
@@ -407,36 +446,8 @@ class _Rank:
 
     def views(self) -> RankViews:
         """Read every region this build publishes."""
-        step, heads, dim = self.step, self.step.shape.q_heads, self.step.model.head_dim
-        n, missing = step.tokens, []
-
-        def region(name: str) -> Tensor:
-            values, current = self.scratch.view(
-                name, step=self.counter.value, layer=step.layer, tokens=n
-            )
-            if current is not None and not bool(current.all()):
-                missing.append(name)
-            return values
-
-        partials, current = step.peers.view(
-            self.rank, "attn", step=self.counter.value, layer=step.layer, tokens=n
-        )
-        if not bool(current.all()):
-            missing.append("attn")
-        attnq_s = region("attnq_s") if n > 1 else None
-        h_mid = self.placed["h_mid"].read(torch.bfloat16, (n, step.model.hidden)).float()
-        return RankViews(
-            sp_o=region("sp_o").float().reshape(n, 8, heads, dim),
-            sp_m=region("sp_m").reshape(n, 8, heads),
-            sp_l=region("sp_l").reshape(n, 8, heads),
-            table=region("sparse_table").reshape(n, -1),
-            attnq=region("attnq").reshape(n, -1) if n > 1 else None,
-            attnq_s=None if attnq_s is None else attnq_s.reshape(n),
-            partials=partials.float().reshape(step.npes, n, -1),
-            a=region("a").float().reshape(n, -1),
-            h_mid=h_mid if publishes_h_mid(n) else None,
-            missing=missing,
-        )
+        step, number = self.step, self.counter.value
+        return read_views(step, self.rank, self.scratch, step.peers, self.placed, number)
 
     def free(self) -> None:
         for allocation in self.placed.values():
@@ -444,11 +455,6 @@ class _Rank:
         self.scratch.free()
         self.counter.free()
         self.caches.free()
-
-
-def publishes_h_mid(tokens: int) -> bool:
-    """Whether the output projection writes h_mid: at 1 and from 12 tokens the router does."""
-    return 2 <= tokens <= 11
 
 
 def padding_context(step: DecodeStep) -> KVContext:
@@ -521,6 +527,19 @@ def check_inputs(step: DecodeStep, inputs: StepInputs) -> None:
     if lengths != step.context:
         raise ValueError(
             f"contexts must hold {step.context} keys, one context per live request, got {lengths}"
+        )
+
+
+def check_weights(step: DecodeStep, weights: LayerWeights) -> None:
+    """ValueError unless ``weights`` are a plain, unshuffled layer of the step's model."""
+    if not isinstance(weights, LayerWeights):
+        raise ValueError(
+            "weights must be LayerWeights: the model's plain layer, which the step shards and "
+            f"shuffles itself; got {type(weights).__name__}"
+        )
+    if weights.shape != step.model:
+        raise ValueError(
+            f"weights must be of the step's model {step.model}, got a layer of {weights.shape}"
         )
 
 

@@ -128,19 +128,20 @@ importlib.util.find_spec = lambda name, *a: None if name == "flydsl" else find(n
 
 
 def without_flydsl(code, tmp_path):
-    """Run Python ``code`` where flydsl cannot be imported and no build is cached."""
+    """Run Python ``code`` where neither it nor a child of it has flydsl, or a cached build."""
+    (tmp_path / "sitecustomize.py").write_text(NO_FLYDSL)
     return subprocess.run(
-        [sys.executable, "-c", NO_FLYDSL + code],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "M3LAB_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, "M3LAB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)},
         timeout=240,
     )
 
 
 def test_the_package_imports_and_makes_references_without_flydsl(tmp_path):
     code = """
-import m3lab
+import sys, m3lab
 m3lab.RankShape, m3lab.random_layer, m3lab.DecodeStep, m3lab.shuffle_weight, m3lab.reference
 assert "flydsl" not in sys.modules
 """
@@ -154,6 +155,21 @@ def test_a_build_without_flydsl_is_one_sentence_that_names_it(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1
     assert "needs FlyDSL" in done.stderr
     assert "pip install flydsl==0.5.0" in done.stderr
+
+
+def test_a_sweep_without_flydsl_says_so_for_the_case_and_does_not_exit_0(tmp_path):
+    arguments = [
+        "sweep",
+        str(ROOT / "params/smoke.yaml"),
+        "--no-report",
+        "--results",
+        str(tmp_path / "r"),
+    ]
+    done = without_flydsl(f"from m3lab import cli; cli.main({arguments})", tmp_path)
+    assert done.returncode == 1
+    assert "needs FlyDSL" in done.stderr
+    assert "pip install flydsl==0.5.0" in done.stderr
+    assert "0 of 1 cases passed" in done.stdout
 
 
 def test_doctor_without_flydsl_says_so_and_ends_with_code_2(tmp_path):

@@ -61,6 +61,15 @@ def test_a_case_without_verdicts_is_counted_as_not_finished(sample):
     assert report.banner(Run(sample.path, sample.meta, cases)).data.count("NOT PASSED") == 1
 
 
+def test_cases_that_have_not_run_are_counted_and_change_the_banner(sample):
+    some = Run(sample.path, sample.meta, sample.cases.iloc[:5].reset_index(drop=True))
+    text = report.banner(some).data
+    assert "PASSED" in text
+    assert f"{len(sample.cases) - 5} cases of quick.yaml have not run" in text
+    assert report.GOOD in report.banner(sample).data
+    assert report.GOOD not in text
+
+
 def test_the_worst_error_and_its_case_stand_in_the_accuracy_table(sample):
     run = edited(sample, error=1.5e-3)
     name = json.loads(run.cases.loc[0, "verdicts"])[1]["name"]

@@ -1,5 +1,6 @@
 """DecodeStep: what it refuses, what it lays out, and that its verdicts notice a wrong kernel."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from m3lab.step import (
     check_pointers,
 )
 from m3lab.verify import same_bits, selected_kv, verify
+from m3lab.weights import prepare, random_layer
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 4)
 
@@ -93,6 +95,14 @@ def test_a_tensor_of_the_wrong_type_or_shape_is_named_with_what_was_expected(fie
         check_inputs(step, inputs)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_weights_that_are_shuffled_already_or_of_another_model_are_refused():
+    layer = random_layer(SMALL.model, 0, experts=None)
+    with pytest.raises(ValueError, match=r"weights must be LayerWeights.*got PreparedLayer"):
+        small().prepare(weights=prepare(layer, SMALL, 0))
+    with pytest.raises(ValueError, match=r"of the step's model .*hidden=6144.*hidden=2048"):
+        DecodeStep(RankShape(tp=4), 1, context=300, npes=1).prepare(weights=layer)
 
 
 def test_an_address_that_no_wide_load_may_use_is_named():
@@ -174,6 +184,12 @@ def test_closing_twice_is_allowed():
 # --- the verdicts ---
 
 
+@pytest.fixture
+def result(right_step, right_result):
+    """The right step's result, to be spoiled."""
+    return deepcopy(right_result)
+
+
 def published(step: DecodeStep) -> StepResult:
     """What a kernel that rounds as the reference does would publish."""
     from m3lab.formats import e4m3_decode
@@ -211,6 +227,11 @@ def right_step():
         return DecodeStep(SMALL, 2, context=[2200, 300], npes=4).prepare()
 
 
+@pytest.fixture(scope="module")
+def right_result(right_step):
+    return published(right_step)
+
+
 def test_a_kernel_that_rounds_as_the_reference_passes_every_verdict(right_step):
     verdicts = verify(right_step, published(right_step))
     assert all(v.passed for v in verdicts)
@@ -234,8 +255,9 @@ def test_a_kernel_that_rounds_as_the_reference_passes_every_verdict(right_step):
         ("h_mid", {"h_mid"}),
     ],
 )
-def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(right_step, field, failing):
-    result = published(right_step)
+def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(
+    right_step, result, field, failing
+):
     tensor = getattr(result.ranks[2], field)
     at = (0,) * tensor.ndim
     tensor[at] = tensor[at] + 50 * tensor.abs().max()
@@ -243,22 +265,19 @@ def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(right_step, fie
     assert found == failing
 
 
-def test_one_wrong_page_id_fails_the_selection_alone(right_step):
-    result = published(right_step)
+def test_one_wrong_page_id_fails_the_selection_alone(right_step, result):
     result.ranks[1].table[1, 3] += 1
     failed = [v for v in verify(right_step, result) if not v.passed]
     assert [(v.name, v.rank, v.row) for v in failed] == [("sparse_table", 1, 1)]
 
 
-def test_page_ids_past_the_selection_and_the_spare_word_are_nobodys_business(right_step):
-    result = published(right_step)
+def test_page_ids_past_the_selection_and_the_spare_word_are_nobodys_business(right_step, result):
     result.ranks[1].table[1, 3 * 8 : 128] = 77
     result.ranks[1].table[1, 129] = 77
     assert all(v.passed for v in verify(right_step, result))
 
 
-def test_a_region_that_was_not_published_fails_by_name(right_step):
-    result = published(right_step)
+def test_a_region_that_was_not_published_fails_by_name(right_step, result):
     result.ranks[3].missing.append("sp_l")
     failed = [v for v in verify(right_step, result) if not v.passed]
     assert [(v.name, v.rank, v.note) for v in failed] == [
@@ -266,15 +285,14 @@ def test_a_region_that_was_not_published_fails_by_name(right_step):
     ]
 
 
-def test_a_nan_never_passes(right_step):
-    result = published(right_step)
+def test_a_nan_never_passes(right_step, result):
     result.ranks[0].a[0, 0] = torch.nan
     failed = {v.name for v in verify(right_step, result) if not v.passed}
     assert {"a", "a_sum"} <= failed
 
 
-def test_two_launches_are_the_same_only_bit_for_bit(right_step):
-    first, second = published(right_step), published(right_step)
+def test_two_launches_are_the_same_only_bit_for_bit(right_result, result):
+    first, second = right_result, result
     assert same_bits(first, second, 1).passed
     second.ranks[3].sp_o[0, 0, 0, 0] = -second.ranks[3].sp_o[0, 0, 0, 0]
     assert not same_bits(first, second, 1).passed

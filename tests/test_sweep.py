@@ -11,7 +11,7 @@ import pytest
 
 from m3lab.sweep import results, runner
 from m3lab.sweep.cases import Case
-from m3lab.sweep.params import ParamsError
+from m3lab.sweep.params import ParamsError, load
 from m3lab.sweep.results import ResultsError, load_run, read_rows, write_atomic, write_rows
 
 PARAMS = """
@@ -198,6 +198,18 @@ def test_a_row_the_child_wrote_comes_back_with_the_cases_own_values(tmp_path, mo
     script(tmp_path, monkeypatch, """echo '{"status": "passed", "error": null}' > "$3"\n""")
     row = runner.run_in_process(Case(tokens=2, context=77))
     assert (row["status"], row["tokens"], row["context"], row["npes"]) == ("passed", 2, 77, 4)
+
+
+def test_the_smoke_case_passes_in_a_process_of_its_own():
+    pytest.importorskip("flydsl")
+    case = load(Path(__file__).parent.parent / "params" / "smoke.yaml").expand()[0]
+    row = runner.run_in_process(case)
+    assert row["status"] == "passed", row["error"]
+    assert row["checks_failed"] == 0
+    assert row["stage_sp_o"] <= 2e-3
+    assert row["stage_sparse_table"] == 0
+    assert json.loads(row["isa"])["vgpr_spills"] == 0
+    assert {e["buffer"] for e in json.loads(row["counters"])["bytes"]} >= {"w_o", "k_cache", "lds"}
 
 
 def test_an_error_inside_a_case_is_a_row_not_an_exception(monkeypatch):

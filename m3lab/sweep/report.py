@@ -16,10 +16,11 @@ from typing import Any
 import pandas as pd
 
 from m3lab import tables
+from m3lab.sweep.params import Params
 from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, write_atomic
 
 REPORT = "20_report"
-GOOD, BAD = "#00735C", "#B3261E"
+GOOD, PARTIAL, BAD = "#00735C", "#8A5A00", "#B3261E"
 
 
 def make_report(folder: Path, notebooks: Sequence[str] = (REPORT,)) -> Path | None:
@@ -82,10 +83,11 @@ def banner(run: Run) -> Any:
 
     cases = run.cases
     good = len(cases) > 0 and bool((cases["status"] == "passed").all())
-    colour = GOOD if good else BAD
     line = tables.verdict_line(cases)
-    if run.meta.get("interrupted") and run.meta.get("end"):
-        line += "; the sweep was stopped before its end"
+    waiting = {case.key for case in Params(**run.meta["parameters"]).expand()} - {*cases["key"]}
+    if waiting:
+        line += f"; {len(waiting)} cases of {run.meta['params_file']} have not run"
+    colour = BAD if not good else PARTIAL if waiting else GOOD
     return HTML(
         f'<p class="verdict" style="background:{colour};color:white;padding:.7em 1em;'
         f'border-radius:4px;font-size:1.15em"><b>{"PASSED" if good else "NOT PASSED"}</b>: '

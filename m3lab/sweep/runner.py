@@ -278,7 +278,7 @@ def _executor(
             "--scheduler needs Dask: pip install 'm3lab[dask]'"
         ) from exc
     try:
-        client = Client(scheduler, timeout="10s")
+        client = Client(scheduler, timeout="5s")
     except (OSError, ValueError) as exc:
         raise parameter_files.ParamsError(
             f"--scheduler {scheduler}: no Dask scheduler answers there ({exc})"
