@@ -63,14 +63,14 @@ def same_bits(first: StepResult, other: StepResult, schedule: int) -> Verdict:
     """Whether two launches of one step published the same bits everywhere (NaN equals NaN)."""
     unequal = 0
     for a, b in zip(first.ranks, other.ranks, strict=True):
-        for name in ("sp_o", "sp_m", "sp_l", "table", "attnq", "attnq_s", "partials", "a", "h_mid"):
-            x, y = getattr(a, name), getattr(b, name)
-            if x is not None:
-                unequal += int(
-                    (x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum()
-                )
+        x, y = a.tensors(), b.tensors()
+        unequal += sum(_unequal_bytes(x[name], y[name]) for name in x)
     note = f"schedule {schedule} against the first run"
     return Verdict("repeat", 0, None, "stage", float(unequal), 0.0, unequal == 0, note)
+
+
+def _unequal_bytes(x: Tensor, y: Tensor) -> int:
+    return int((x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum())
 
 
 def _close(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
