@@ -14,7 +14,7 @@ from m3lab.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep, StepResult
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
-STAGES = ("select", "attention", "output")
+STAGES = ("attention", "output")
 
 
 def bits(result: StepResult) -> list[torch.Tensor]:

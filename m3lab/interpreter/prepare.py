@@ -121,8 +121,9 @@ class _Preparer:
 
     def prepare(self) -> Prepared:
         outer = _outer_file(self.program)
+        helpers = _helpers(self.program, outer)
         for loc, frames in enumerate(self.program.locs):
-            name = _stage(frames, outer)
+            name = _stage(frames, outer, helpers)
             if name not in self.stages:
                 self.stages.append(name)
             self.stage_of[loc] = self.stages.index(name)
@@ -280,12 +281,26 @@ def _outer_file(program: Program) -> str:
     return max(counts, key=lambda f: counts[f]) if counts else ""
 
 
-def _stage(frames: tuple[Any, ...], outer: str) -> str:
-    """The stage an operation belongs to: the first file the kernel's body calls into."""
-    for frame in reversed(frames):
-        if frame.file != outer:
-            return _stem(frame.file)
-    return _stem(outer)
+def _first_callee(frames: tuple[Any, ...], outer: str) -> str | None:
+    return next((f.file for f in reversed(frames) if f.file != outer), None)
+
+
+def _helpers(program: Program, outer: str) -> set[str]:
+    """Files that several of the body's callees use: helpers of the stages, not stages."""
+    users: dict[str, set[str]] = {}
+    for frames in program.locs:
+        first = _first_callee(frames, outer)
+        for frame in frames:
+            if frame.file not in (outer, first) and first is not None:
+                users.setdefault(frame.file, set()).add(first)
+    return {file for file, by in users.items() if len(by) > 1}
+
+
+def _stage(frames: tuple[Any, ...], outer: str, helpers: set[str]) -> str:
+    """The stage an operation belongs to: the first file the kernel's body calls into, or the
+    body's own where that is a helper."""
+    first = _first_callee(frames, outer)
+    return _stem(outer if first is None or first in helpers else first)
 
 
 def _stem(path: str) -> str:
