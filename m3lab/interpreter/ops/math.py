@@ -16,6 +16,7 @@ from m3lab.interpreter.ops import lane_op
 from m3lab.interpreter.ops.arith import maximumf, maxnumf, minimumf, minnumf
 from m3lab.interpreter.ops.values import (
     BITS,
+    by_ctas,
     narrow,
     round_to_odd,
     shift_right_logical,
@@ -37,6 +38,10 @@ def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """
     if a.dtype == torch.float64:
         raise ValueError("fma of fp64 is not modelled (f16, bf16 and f32 are)")
+    return by_ctas(_fused, a, b, c)
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     x, y, z = (v.to(torch.float64) for v in (a, b, c))
     total = torch.addcmul(z, x, y)
     if a.dtype != torch.float32 or total.device.type != "cpu":

@@ -16,7 +16,7 @@ instruction calculator and CDNA3 / CDNA4 ISA documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,17 +230,31 @@ def mfma(op: Op, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     form = _PLAIN[op.kind]
     _no_broadcasts(op)
     cw = _common(a, b, c)
-    parts = []
-    for x, decode in ((a, form.a), (b, form.b)):
+    raws = []
+    for x in (a, b):
         raw = _lanes(x)
         if raw.shape[-1] != form.nbytes:
-            raise ValueError(
-                f"{op.kind}: operand lanes of {raw.shape[-1]} bytes, not {form.nbytes}"
-            )
-        parts.append(_spread(decode(_by_rows(raw, form.rows, form.nbytes)), x.shape, cw))
-    product = torch.bmm(parts[1], parts[0].transpose(1, 2))  # [n, column, row]
-    product = product.to(c.dtype)
-    return c + _to_lanes(product, form.rows).view(*cw, LANES, -1)
+            raise ValueError(f"{op.kind}: {raw.shape[-1]} bytes a lane, not {form.nbytes}")
+        raws.append(_spread(raw, x.shape, cw))
+    result = torch.empty((*cw, LANES, c.shape[-1]), dtype=c.dtype, device=c.device)
+    for ctas, waves in _chunks(cw, 4 * CHUNK):
+        left, right = (
+            decode(_by_rows(raw[waves], form.rows, form.nbytes))
+            for raw, decode in zip(raws, (form.a, form.b), strict=True)
+        )
+        product = torch.bmm(right, left.transpose(1, 2)).to(c.dtype)  # [n, column, row]
+        into = result[ctas]
+        given = c[ctas] if c.shape[0] > 1 else c
+        torch.add(given, _to_lanes(product, form.rows).view(into.shape), out=into)
+    return result
+
+
+def _chunks(cw: tuple[int, int], matrices: int) -> Iterator[tuple[slice, slice]]:
+    """The grid in parts of about so many matrices: (CTAs, their waves in the flattened order)."""
+    step = max(1, matrices // cw[1])
+    for start in range(0, cw[0], step):
+        stop = min(start + step, cw[0])
+        yield slice(start, stop), slice(start * cw[1], stop * cw[1])
 
 
 def _no_broadcasts(op: Op) -> None:
@@ -262,20 +276,29 @@ def mfma_scale(op: Op, a: Tensor, b: Tensor, c: Tensor, scale_a: Tensor, scale_b
     cw = _common(a, b, c)
     left, decode_left = _raw(op, a, op.attrs["cbsz"], cw)
     right, decode_right = _raw(op, b, op.attrs["blgp"], cw)
-    columns = _exponents(scale_b, op.attrs["opselB"], rows, cw)
-    lines = _exponents(scale_a, op.attrs["opselA"], rows, cw)
-    total = _from_lanes(c, rows).expand(*cw, rows, rows).reshape(-1, rows, rows)
-    result = torch.empty(total.shape, device=c.device)
-    for start in range(0, len(result), CHUNK):
-        part = slice(start, start + CHUNK)
-        x = decode_left(left[part], rows).flatten(0, 1)
-        y = decode_right(right[part], rows).flatten(0, 1)
+    lines, columns = _factors(
+        [
+            _exponents(scale_a, op.attrs["opselA"], rows, cw),
+            _exponents(scale_b, op.attrs["opselB"], rows, cw),
+        ]
+    )
+    result = torch.empty((*cw, LANES, c.shape[-1]), device=c.device)
+    for ctas, waves in _chunks(cw, CHUNK):
+        x = decode_left(left[waves], rows).flatten(0, 1)
+        y = decode_right(right[waves], rows).flatten(0, 1)
         sums = torch.bmm(y, x.transpose(1, 2)).view(-1, LANES // rows, rows, rows)
-        sums = _scaled(sums, *(e if e is None else e[part] for e in (columns, lines)))
-        torch.add(total[part], sums[:, 0], out=result[part])
+        if columns is not None:
+            sums = sums.to(columns.dtype).mul_(columns[waves].unsqueeze(-1))
+        if lines is not None:
+            sums = sums.to(lines.dtype).mul_(lines[waves].unsqueeze(-2))
+        sums = sums.to(torch.float32)
+        into = result[ctas]
+        total = _from_lanes(c[ctas] if c.shape[0] > 1 else c, rows)
+        total = total.expand(*into.shape[:2], rows, rows).reshape(-1, rows, rows) + sums[:, 0]
         for k in range(1, LANES // rows):
-            result[part] += sums[:, k]
-    return _to_lanes(result, rows).view(*cw, LANES, -1)
+            total += sums[:, k]
+        into.copy_(_to_lanes(total, rows).view(into.shape))
+    return result
 
 
 def _raw(op: Op, x: Tensor, code: Any, cw: tuple[int, int]) -> tuple[Tensor, Any]:
@@ -303,21 +326,19 @@ def _powers() -> Tensor:
     return torch.tensor([2.0 ** (b - ONE) for b in range(255)] + [torch.nan], dtype=torch.float64)
 
 
-def _scaled(blocks: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
-    """[n, group, column, row] sums times their scales, in place.
+def _factors(exponents: list[Tensor | None]) -> list[Tensor | None]:
+    """The scales' powers of two, to multiply the sums of products by.
 
-    In fp32 where no intermediate can leave its range (sums are within 2^-18 .. 2^36, or 0), in fp64
+    fp32 where no intermediate can leave its range (sums are 0 or within 2^-18 .. 2^36), fp64
     otherwise.
     """
-    exponents = [e for e in (columns, rows) if e is not None]
-    if not all(_moderate(e) for e in exponents):
-        blocks = blocks.to(torch.float64)
-    powers = table(_powers, blocks.device).to(blocks.dtype)
-    if columns is not None:
-        blocks *= powers[columns.to(torch.int64)].unsqueeze(-1)
-    if rows is not None:
-        blocks *= powers[rows.to(torch.int64)].unsqueeze(-2)
-    return blocks.to(torch.float32)
+    given = [e for e in exponents if e is not None]
+    if all(_moderate(e) for e in given):
+        return [None if e is None else (e << 23).view(torch.float32) for e in exponents]
+    return [
+        None if e is None else table(_powers, e.device).index_select(0, e.flatten()).view(e.shape)
+        for e in exponents
+    ]
 
 
 def _moderate(exponents: Tensor) -> bool:

@@ -162,7 +162,30 @@ def through_f64(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
     """
     if x.dtype == torch.float64:
         return function(x)
-    return narrow(function(x.to(torch.float64)), x.dtype)
+    return by_ctas(lambda part: narrow(function(part.to(torch.float64)), x.dtype), x)
+
+
+def by_ctas(
+    function: Callable[..., torch.Tensor], *operands: torch.Tensor, most: int = 1 << 16
+) -> torch.Tensor:
+    """An elementwise ``function``, some CTAs at a time: ``most`` results go through it at once.
+
+    Wide temporaries of a whole grid would each be fresh memory (a page fault a page costs more than
+    the arithmetic); those of a part stay in the cache.
+    """
+    shape = common_shape(*(x.shape for x in operands))
+    count = 1
+    for n in shape:
+        count *= n
+    if count <= 2 * most or shape[0] == 1 or operands[0].device.type != "cpu":
+        return function(*operands)
+    step = max(1, most * shape[0] // count)
+    parts = [x.split(step) if x.shape[0] > 1 else None for x in operands]
+    pieces = [
+        function(*(x if p is None else p[i] for x, p in zip(operands, parts, strict=True)))
+        for i in range(-(-shape[0] // step))
+    ]
+    return torch.cat(pieces)
 
 
 @cache
