@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-from kernel_steps import HIDDEN, four_rows, one_row, pinned_row, run_step, verified_rows
+from kernel_steps import (
+    HIDDEN,
+    four_rows,
+    one_row,
+    pinned_row,
+    rank_shape,
+    run_step,
+    verified_rows,
+)
 
+from m3lab.build import build
 from m3lab.formats import e4m3_decode
+from m3lab.kernels.post_attn import build_post_attn_kernel, trace_args
+from m3lab.memory import Timeline
+from m3lab.step import DecodeStep, kernel_parameters
 
 
 @pytest.mark.parametrize("run", [four_rows, one_row, pinned_row, verified_rows])
@@ -71,7 +83,6 @@ def test_bits_do_not_depend_on_the_schedule(schedule):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-@pytest.mark.slow
 def test_from_twelve_tokens_the_owner_rank_sums_and_gathers():
     step, result = run_step(12, npes=4, context=[130 * (i + 1) for i in range(12)])
     tag = {"step": result.step, "layer": step.layer, "tokens": 12}
@@ -90,3 +101,21 @@ def test_from_twelve_tokens_the_owner_rank_sums_and_gathers():
             total = total + partials[source].float().view(12, HIDDEN)
         sums[:, owner == rank] = total[:, owner == rank]
     assert torch.equal(gathered[0][0].float().view(12, HIDDEN), sums.bfloat16().float())
+
+
+def test_with_a_timeline_every_cta_writes_all_its_points():
+    """The interpreter's clock reads 0 here, as an unstamped point does: what counts is that 32
+    words of each of the 256 CTAs are written and nothing else changes."""
+    want = one_row()[1].ranks[0]
+    step = DecodeStep(rank_shape(), 1, npes=1, context=300)
+    step.prepare()
+    timeline = Timeline(step._memory, 256)
+    timeline._allocation.write(torch.full((256, 32), -1))
+    launcher = build_post_attn_kernel(**kernel_parameters(step), timeline=True)
+    step.build = build(launcher, trace_args(), emit=("program",))
+    arguments = step._ranks[0].arguments
+    step._ranks[0].arguments = lambda: arguments() | {"tl": timeline.addr}
+    got = step.run().ranks[0]
+    assert timeline.stamps().shape == (256, 32)
+    assert timeline.stamps().eq(0).all()
+    assert torch.equal(got.a, want.a)

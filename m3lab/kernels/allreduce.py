@@ -18,19 +18,24 @@ from m3lab.kernels.mailbox import Box, Request
 from m3lab.shapes import MAX_TOKENS
 
 
-def peer_buffer(ctx, peer):
-    """A buffer on the inbox of rank ``peer``, a uniform index."""
-    words = isa.load(isa.buffer(ctx.args.peers), fx.Int32(peer) * 8, 2)
-    return isa.buffer(isa.uniform64(words.bitcast(fx.Int64)[0]))
+def request_peer(ctx, peer):
+    """Request the inbox address of rank ``peer``, a uniform index. Where the push ends a wait, this
+    goes before it."""
+    return isa.load(isa.buffer(ctx.args.peers), fx.Int32(peer) * 8, 2)
 
 
-def peer_buffers(ctx):
-    """A buffer on each rank's inbox, in rank order, this rank's own included."""
-    return [peer_buffer(ctx, peer) for peer in range(ctx.build.npes)]
+def request_peers(ctx):
+    """Request every rank's inbox address, in rank order, this rank's own included."""
+    return [request_peer(ctx, peer) for peer in range(ctx.build.npes)]
+
+
+def inbox_at(address):
+    """A buffer at a requested address."""
+    return isa.buffer(isa.uniform64(address.bitcast(fx.Int64)[0]))
 
 
 def peer_box(ctx, buffer, name):
-    """A region of the inbox behind a peer's ``buffer``."""
+    """A region of the inbox that ``buffer`` is on."""
     return Box(buffer, ctx.build.peer_regions[name].offset, isa.SYSTEM)
 
 

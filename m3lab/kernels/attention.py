@@ -19,7 +19,7 @@ from m3lab.kernels import isa, mailbox, matrix
 from m3lab.kernels.context import first_task, scratch_box, stamp
 from m3lab.kernels.isa import const_expr, select, traced
 from m3lab.kernels.mailbox import Request
-from m3lab.kernels.select import request_candidate, select_blocks
+from m3lab.kernels.select import request_candidate, row_of, select_blocks
 from m3lab.kernels.wave import (
     add,
     block_max,
@@ -54,9 +54,10 @@ def split_task(ctx, task):
     token, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
     # the query is on its way, and then in LDS, before the selection's own waits and barriers
     query = request_query(ctx, token)
-    candidate = request_candidate(ctx, token)
+    row = row_of(ctx, token)
+    candidate = request_candidate(ctx, row)
     quantize_query(ctx, query)
-    n_ctx = select_blocks(ctx, token, partition, candidate)
+    n_ctx = select_blocks(ctx, row, partition, candidate)
     stamp(ctx, 17)
     tiles = load_tiles(ctx)
     stamp(ctx, 12)

@@ -60,7 +60,6 @@ class Context:
 
     ``args`` holds the kernel arguments by name, ``lds`` the LDS arrays. ``wave`` is uniform;
     ``group`` and ``row`` are a lane's place in a matrix operand (lane = 16 group + row).
-    ``seq_lens`` and ``n_blocks``: each token's context (at least one key) and its sparse blocks.
     """
 
     build: Build
@@ -75,8 +74,6 @@ class Context:
     scratch: Any
     inbox: Any
     tag: Any
-    seq_lens: list[Any]
-    n_blocks: list[Any]
 
 
 def scratch_box(ctx: Context, name: str) -> Box:

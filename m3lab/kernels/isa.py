@@ -140,9 +140,12 @@ def global_pointer(address, element=fx.Int32, align=4):
     return fx.inttoptr(fx.PointerType.get(element.ir_type, fx.AddressSpace.Global, align), address)
 
 
-def load_uniform(address, element=fx.Int32):
-    """One value at a uniform address: a scalar load where nothing was stored before."""
-    return fx.generic_load(global_pointer(address, element, element.width // 8), dtype=element)
+@dsl_loc_tracing
+def load_constant(address, element=fx.Int32):
+    """One value at a uniform address that nothing writes during the launch: a scalar load."""
+    size = element.width // 8
+    pointer = fx.to_llvm_ptr(global_pointer(address, element, size))
+    return element(llvm.LoadOp(element.ir_type, pointer, alignment=size, invariant=True).result)
 
 
 def buffer(address, nbytes=None):

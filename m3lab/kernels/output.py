@@ -35,11 +35,12 @@ def project_task(ctx, task):
     # what the end of the task needs, requested before the wait too
     row_scales = load_row_scales(ctx, task)
     residual = load_residual(ctx, task)
+    peers = request_peers(ctx, task)
     x_scales = input_rows(ctx)
     isa.barrier()
     multiply(ctx, weights)
     isa.barrier()
-    finish_rows(ctx, task, row_scales, x_scales, residual)
+    finish_rows(ctx, task, row_scales, x_scales, residual, peers)
     isa.barrier()
 
 
@@ -142,8 +143,21 @@ def sum_tiles(ctx, token, pair):
     return low, high
 
 
+def owner_of(ctx, task):
+    """The rank that sums a task's rows in the owner form."""
+    return mod(task, ctx.build.npes)
+
+
+def request_peers(ctx, task):
+    """The inboxes that this task pushes to: every rank's, after the owner's in the owner form."""
+    peers = allreduce.request_peers(ctx)
+    if ctx.build.place.owner_reduce:
+        return [allreduce.request_peer(ctx, owner_of(ctx, task)), *peers]
+    return peers
+
+
 @traced
-def finish_rows(ctx, task, row_scales, x_scales, residual):
+def finish_rows(ctx, task, row_scales, x_scales, residual, peers):
     """A thread's row pair of one token: bf16 partials to the peers, their sum to ``a``."""
     if ctx.tid < PAIRS * ctx.build.tokens:
         token, row = row_pair(ctx, task)
@@ -151,16 +165,16 @@ def finish_rows(ctx, task, row_scales, x_scales, residual):
         x_scale = pick(x_scales, token)
         partial = [(s * x_scale) * w for s, w in zip(sums, row_scales, strict=True)]
         if const_expr(ctx.build.place.owner_reduce):
-            reduce_at_owner(ctx, task, token, row, partial)
+            reduce_at_owner(ctx, task, token, row, partial, peers)
         else:
-            reduce_here(ctx, token, row, partial, residual)
+            reduce_here(ctx, token, row, partial, residual, peers)
 
 
-def reduce_here(ctx, token, row, partial, residual):
+def reduce_here(ctx, token, row, partial, residual, peers):
     """One hop: to every peer, and every rank sums. A router then reads one device-scope row, not
     all peers' system-scope ones."""
-    for peer in allreduce.peer_buffers(ctx):
-        allreduce.push(ctx, peer, "attn", token, row, partial)
+    for address in peers:
+        allreduce.push(ctx, allreduce.inbox_at(address), "attn", token, row, partial)
     sums = allreduce.rank_sum(ctx, "attn", token, row)
     at = token * ctx.build.shape.hidden + row
     # the rank sum alone: the router adds the residual in fp32, so the norm reads
@@ -173,10 +187,11 @@ def reduce_here(ctx, token, row, partial, residual):
 
 
 @traced
-def reduce_at_owner(ctx, task, token, row, partial):
+def reduce_at_owner(ctx, task, token, row, partial, peers):
     """Two hops: to the row group's owner, which sums and gathers to every rank's ``a_ag``."""
-    owner = mod(task, ctx.build.npes)
-    allreduce.push(ctx, allreduce.peer_buffer(ctx, owner), "attn", token, row, partial)
-    if owner == ctx.args.rank:
+    owner, *everyone = peers
+    allreduce.push(ctx, allreduce.inbox_at(owner), "attn", token, row, partial)
+    if owner_of(ctx, task) == ctx.args.rank:
         sums = allreduce.rank_sum(ctx, "attn", token, row)
-        allreduce.gather(ctx, allreduce.peer_buffers(ctx), "a_ag", token, row, sums)
+        inboxes = [allreduce.inbox_at(address) for address in everyone]
+        allreduce.gather(ctx, inboxes, "a_ag", token, row, sums)

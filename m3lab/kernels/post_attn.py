@@ -255,7 +255,7 @@ def _shared_memory(build: Build) -> type:
 
 
 def open_context(build: Build, smem: type, args: tuple) -> Context:
-    """The context of this trace: thread indices, LDS pointers, tag, the step's rows."""
+    """The context of this trace: thread indices, LDS pointers, buffers, tag."""
     named = SimpleNamespace(**dict(zip(ARG_NAMES, args, strict=True)))
     storage = fx.SharedAllocator().allocate(smem).peek()
     lds = SimpleNamespace(**{name: getattr(storage, name).ptr for name in smem.__annotations__})
@@ -263,10 +263,6 @@ def open_context(build: Build, smem: type, args: tuple) -> Context:
         lds.partials = fx.recast_iter(fx.Float32, lds.pool)
     tid = fx.thread_idx.x
     lane = mod(tid, WAVE)
-    contexts = [isa.load_uniform(named.seq_lens + 4 * k) for k in range(build.tokens)]
-    # a graph's padding rows carry length 0 and block 0: as one key of page 0 they stay finite
-    seq_lens = [fx.max(n, 1) for n in contexts]
-    block = build.shape.model.sparse_block
     return Context(
         build=build,
         args=named,
@@ -279,7 +275,5 @@ def open_context(build: Build, smem: type, args: tuple) -> Context:
         row=mod(lane, 16),
         scratch=isa.buffer(named.scratch),
         inbox=isa.buffer(named.sym),
-        tag=launch_tag(isa.load_uniform(named.step), named.layer),
-        seq_lens=seq_lens,
-        n_blocks=[div(n + (block - 1), block) for n in seq_lens],
+        tag=launch_tag(isa.load_constant(named.step), named.layer),
     )

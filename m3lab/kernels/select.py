@@ -14,7 +14,7 @@ import flydsl.expr as fx
 from m3lab.kernels import isa
 from m3lab.kernels.context import stamp
 from m3lab.kernels.isa import range_constexpr, select, traced
-from m3lab.kernels.wave import butterfly, div, mod, pick
+from m3lab.kernels.wave import butterfly, div, mod
 from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS, WORD_BYTES
 from m3lab.placement import THREADS
 
@@ -69,6 +69,22 @@ def count_ranks(ctx, n_blk):
 
 
 @dataclass(frozen=True)
+class Row:
+    """A token's context: the keys it sees, at least one, and their sparse blocks; uniform."""
+
+    token: Any
+    seq_len: Any
+    n_blk: Any
+
+
+def row_of(ctx, token):
+    """A graph's padding rows carry length 0 and block 0: as one key of page 0 they stay finite."""
+    size = ctx.build.shape.model.sparse_block
+    seq_len = fx.max(isa.load_constant(ctx.args.seq_lens + isa.i64(token) * WORD_BYTES), 1)
+    return Row(token, seq_len, div(seq_len + (size - 1), size))
+
+
+@dataclass(frozen=True)
 class Candidate:
     """Block tid of a token's context as thread tid loads it: the raw score word, the block id."""
 
@@ -76,17 +92,16 @@ class Candidate:
     block_id: Any
 
 
-def request_candidate(ctx, token):
-    """Request this thread's block of the token.
+def request_candidate(ctx, row):
+    """Request this thread's block of a row.
 
     K1 or a scorer wrote the scores before this launch, so a plain load reads them. A pinned
     block's slot holds no score and is not used; nor is one past the context.
     """
     region = ctx.build.regions["iscore"]
-    base = region.offset + token * region.token_bytes
+    base = region.offset + row.token * region.token_bytes
     table = isa.buffer(ctx.args.block_table)
-    last = pick(ctx.n_blocks, token) - 1
-    entry = token * ctx.args.bt_width + fx.min(ctx.tid, last)
+    entry = row.token * ctx.args.bt_width + fx.min(ctx.tid, row.n_blk - 1)
     return Candidate(
         score=isa.load(ctx.scratch, ctx.tid * PAIR_BYTES, base=base),
         block_id=isa.load(table, entry * WORD_BYTES),
@@ -109,19 +124,19 @@ def rank_blocks(ctx, candidate, n_blk):
     return rank, tail_rank
 
 
-def context_and_slot(ctx, rank, is_tail, tail_rank, n_blk, seq_len):
+def context_and_slot(ctx, rank, is_tail, tail_rank, row):
     """(sparse context length, slot of this thread's block): the full blocks by rank, the tail block
     (the one that holds the row's own token) last. ``tail_rank`` is at least the number of slots
     where the tail is not in."""
     model = ctx.build.shape.model
     size = model.sparse_block
-    n_sel = fx.min(n_blk, model.topk_blocks)
+    n_sel = fx.min(row.n_blk, model.topk_blocks)
     tail_in = tail_rank < n_sel
     n_full = n_sel - select(tail_in, fx.Int32(1), fx.Int32(0))
     # ranks are a strict order: a block behind the tail moves up by the tail's place
     full_slot = rank - select(tail_rank < rank, fx.Int32(1), fx.Int32(0))
-    with_tail = n_full * size + seq_len - (n_blk - 1) * size
-    n_ctx = select(tail_in, with_tail, fx.min(n_sel * size, seq_len))
+    with_tail = n_full * size + row.seq_len - (row.n_blk - 1) * size
+    n_ctx = select(tail_in, with_tail, fx.min(n_sel * size, row.seq_len))
     return n_ctx, select(is_tail, n_full, full_slot)
 
 
@@ -152,7 +167,7 @@ def keep_pages(ctx, partition, is_in, slot, first_page):
 
 
 @traced
-def select_blocks(ctx, token, partition, candidate):
+def select_blocks(ctx, row, partition, candidate):
     """lds.blocks[0..1] := the first page ids of the token's selection slots 2p, 2p + 1 (page 0
     where the selection is shorter); -> its sparse context length, uniform. Partition 0's CTA also
     writes the token's sparse table. What the CTA stored to LDS before is there for every wave.
@@ -160,19 +175,20 @@ def select_blocks(ctx, token, partition, candidate):
     For a long context ``select_long`` has left all that: a one-block stand-in is ranked and placed
     nowhere.
     """
-    short = pick(ctx.n_blocks, token) <= MAX_BLOCKS
-    n_blk = select(short, pick(ctx.n_blocks, token), fx.Int32(1))
-    seq_len = pick(ctx.seq_lens, token)
+    short = row.n_blk <= MAX_BLOCKS
+    n_blk = select(short, row.n_blk, fx.Int32(1))
     if (ctx.tid < BLOCKS_WORDS) & short:
         isa.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))
     rank, tail_rank = rank_blocks(ctx, candidate, n_blk)
     topk = ctx.build.shape.model.topk_blocks
     is_in = (ctx.tid < n_blk) & (rank < topk) & short
     is_tail = ctx.tid == n_blk - 1
-    n_ctx, slot = context_and_slot(ctx, rank, is_tail, tail_rank, n_blk, seq_len)
+    n_ctx, slot = context_and_slot(
+        ctx, rank, is_tail, tail_rank, Row(row.token, row.seq_len, n_blk)
+    )
     first_page = candidate.block_id * ctx.build.cache.page_stride
     keep_pages(ctx, partition, is_in, slot, first_page)
     if (partition == 0) & short:
-        write_table(ctx, token, is_in, slot, first_page, n_ctx)
+        write_table(ctx, row.token, is_in, slot, first_page, n_ctx)
     isa.barrier()
     return isa.uniform(select(short, n_ctx, isa.lds_load(ctx.lds.blocks, CONTEXT_WORD)))

@@ -26,9 +26,10 @@ from m3lab.kernels.select import (
     context_and_slot,
     index_key,
     keep_pages,
+    row_of,
     write_table,
 )
-from m3lab.kernels.wave import div, mod, pick, xor_lane
+from m3lab.kernels.wave import div, mod, xor_lane
 from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, WORD_BYTES
 from m3lab.placement import THREADS, WAVES
 
@@ -131,39 +132,39 @@ def select_long(ctx):
     blocks either way.
     """
     task = first_task(ctx, "split")
-    token = div(task, N_SPLIT)
-    n_blk = pick(ctx.n_blocks, token)
-    if isa.unlikely((task < ctx.build.place.split_tasks) & (n_blk > MAX_BLOCKS)):
-        select_share(ctx, token, mod(task, N_SPLIT), n_blk)
+    row = row_of(ctx, fx.min(div(task, N_SPLIT), ctx.build.tokens - 1))
+    if isa.unlikely((task < ctx.build.place.split_tasks) & (row.n_blk > MAX_BLOCKS)):
+        select_share(ctx, row, mod(task, N_SPLIT))
 
 
-def select_share(ctx, token, share, n_blk):
-    first, second = request_share(ctx, token, share, n_blk)
+def select_share(ctx, row, share):
+    first, second = request_share(ctx, row, share)
     stamp(ctx, 18)
     keep_wave_list(ctx, wave_best(ctx, first, second))
     isa.barrier()
-    send_candidates(ctx, token, share)
+    send_candidates(ctx, row.token, share)
     isa.barrier()
     stamp(ctx, 20)
-    receive_candidates(ctx, token)
+    receive_candidates(ctx, row.token)
     isa.barrier()
-    place_candidates(ctx, token, share, n_blk)
+    place_candidates(ctx, row, share)
     isa.barrier()
 
 
-def request_share(ctx, token, share, n_blk):
+def request_share(ctx, row, share):
     """This thread's pairs of the share: the least key and no block past its end."""
     region = ctx.build.regions["iscore"]
-    base = region.offset + token * region.token_bytes
-    span = div(n_blk + (N_SPLIT - 1), N_SPLIT)
-    end = fx.min((share + 1) * span, n_blk)
+    base = region.offset + row.token * region.token_bytes
+    span = div(row.n_blk + (N_SPLIT - 1), N_SPLIT)
+    end = fx.min((share + 1) * span, row.n_blk)
     blocks = [share * span + ctx.tid + THREADS * i for i in range(BLOCKS_PER_THREAD)]
     words = [
-        isa.load(ctx.scratch, fx.min(block, n_blk - 1) * PAIR_BYTES, base=base) for block in blocks
+        isa.load(ctx.scratch, fx.min(block, row.n_blk - 1) * PAIR_BYTES, base=base)
+        for block in blocks
     ]
     none = Pair(fx.Int32(LEAST), fx.Int32(NO_BLOCK))
     return [
-        either(block < end, Pair(index_key(ctx, block, word, n_blk), block), none)
+        either(block < end, Pair(index_key(ctx, block, word, row.n_blk), block), none)
         for block, word in zip(blocks, words, strict=True)
     ]
 
@@ -201,23 +202,22 @@ def receive_candidates(ctx, token):
 
 
 @traced
-def place_candidates(ctx, token, share, n_blk):
+def place_candidates(ctx, row, share):
     """Wave 0: the 16 best blocks' slots -> lds.blocks, and (share 0) the sparse table."""
     if ctx.wave == 0:
         best = best_of_lists(ctx)
         held = ctx.lane < GROUP
         stamp(ctx, 19)
         # a corrupt id never becomes an address
-        block = fx.min(fx.max(best.block, 0), n_blk - 1)
-        entry = token * ctx.args.bt_width + block
+        block = fx.min(fx.max(best.block, 0), row.n_blk - 1)
+        entry = row.token * ctx.args.bt_width + block
         block_id = isa.load(isa.buffer(ctx.args.block_table), entry * WORD_BYTES)
-        is_tail = held & (best.block == n_blk - 1)
+        is_tail = held & (best.block == row.n_blk - 1)
         tail_rank = isa.first_lane(is_tail)
-        seq_len = pick(ctx.seq_lens, token)
-        n_ctx, slot = context_and_slot(ctx, ctx.lane, is_tail, tail_rank, n_blk, seq_len)
+        n_ctx, slot = context_and_slot(ctx, ctx.lane, is_tail, tail_rank, row)
         first_page = block_id * ctx.build.cache.page_stride
         keep_pages(ctx, share, held, slot, first_page)
         if share == 0:
-            write_table(ctx, token, held, slot, first_page, n_ctx)
+            write_table(ctx, row.token, held, slot, first_page, n_ctx)
         if ctx.lane == 0:
             isa.lds_store(ctx.lds.blocks, CONTEXT_WORD, n_ctx)

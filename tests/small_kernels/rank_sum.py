@@ -33,8 +33,8 @@ def rank_sum(mine: Int64, out: Int64, inbox: Int64, peers: Int64, rank: Int32, s
     )
     words = isa.load(isa.buffer(mine), tid * 8, 2)
     pair = [isa.bits_float(words[i]) for i in range(2)]
-    for peer in allreduce.peer_buffers(ctx):
-        allreduce.push(ctx, peer, "ffn", 2, 2 * tid, pair)
+    for address in allreduce.request_peers(ctx):
+        allreduce.push(ctx, allreduce.inbox_at(address), "ffn", 2, 2 * tid, pair)
     sums = allreduce.rank_sum(ctx, "ffn", 2, 2 * tid)
     words = fx.Vector.from_elements([isa.float_bits(x) for x in sums], fx.Int32)
     isa.store(isa.buffer(out), tid * 8, words)
