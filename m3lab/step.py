@@ -260,9 +260,14 @@ class DecodeStep:
         tables = sum(prod(specs[name][0]) for name in ("w13", "s13", "w2", "s2"))
         return (tables // self.shape.tp + SPARE_BYTES) * self.npes
 
+    @property
+    def live_rows(self) -> int:
+        """Rows of live requests; those after them are padding."""
+        return self.requests * self.q_len
+
     def _request_of(self, row: int) -> int | None:
         """The live request of ``row``; None for a padding row."""
-        return None if row >= self.requests * self.q_len else row // self.q_len
+        return None if row >= self.live_rows else row // self.q_len
 
     def _block_scores(self) -> list[list[Tensor | None]]:
         """[rank][row]: fp32 [blocks] scores, None where all blocks are kept unscored."""

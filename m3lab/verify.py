@@ -8,42 +8,38 @@ chained and the exact comparison are reported with a looser bound. Nothing here 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from m3lab.formats import e4m3_decode
+from m3lab import verify_mlp
+from m3lab.formats import E8M0_NAN, e4m3_decode
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import rel_l2
+from m3lab.verdicts import (
+    EXACT_ALARM,
+    STAGE_BOUND,
+    Verdict,
+    alarm,
+    close,
+    equal,
+    exactly,
+    reported,
+    unequal_bits,
+)
 
 if TYPE_CHECKING:
     from m3lab.step import DecodeStep, RankViews, StepResult
+__all__ = ["EXACT_ALARM", "ORDER", "STAGE_BOUND", "Verdict", "same_bits", "verify"]
 
-STAGE_BOUND = 2e-3  # relative L2 of a stage fed with the kernel's own inputs (model.md)
-EXACT_ALARM = 1.2e-1  # relative L2 of the kernel's result against the exact reference (model.md)
-ORDER = ("sparse_table", "sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "a_sum", "h_mid")
-
-Against = Literal["stage", "chained", "exact"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One comparison. ``error``: relative L2, or the count of unequal values where ``bound`` is 0.
-
-    ``against`` "stage": the kernel reference on the kernel's own inputs; "chained": the kernel
-    reference from the step's inputs on; "exact": the fp32 reference. ``row`` None: all rows.
-    """
-
-    name: str
-    rank: int
-    row: int | None
-    against: Against
-    error: float
-    bound: float | None
-    passed: bool
-    note: str = ""
+ATTENTION_ORDER = (
+    *("sparse_table", "sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "a_sum", "h_mid"),
+)
+ORDER = (*ATTENTION_ORDER, *verify_mlp.ROUTER_ORDER, *verify_mlp.EXPERTS_ORDER, "ranks", "nan")
+# what every rank computes for itself and must agree on, bit for bit
+SAME_ON_RANKS = ("a", "h_mid", "xn8", "xsc", "keys", "sigmoids", "experts", "weights", "ar_out")
+TOKENS_SECOND = ("partials", "ffn", "keys", "sigmoids")  # the token axis is their second
 
 
 def verify(step: DecodeStep, result: StepResult) -> list[Verdict]:
@@ -55,7 +51,14 @@ def verify(step: DecodeStep, result: StepResult) -> list[Verdict]:
         verdicts += list(_published(rank, views))
         verdicts += list(_attention(step, views, rank))
         verdicts += list(_output(step, views, rank, own))
-    verdicts += list(_end_to_end(step, result, w_o))
+        if step.until != "output":
+            verdicts += list(verify_mlp.router(step, views, rank))
+        verdicts.append(_no_nan(step, views, rank))
+    chained, exact = _references(step, w_o)
+    verdicts += list(_end_to_end(step, result, chained, exact))
+    if step.until is None:
+        verdicts += list(verify_mlp.experts(step, result.ranks, chained, exact))
+    verdicts += list(_ranks_agree(step, result.ranks))
     return verdicts
 
 
@@ -64,23 +67,9 @@ def same_bits(first: StepResult, other: StepResult, schedule: int) -> Verdict:
     unequal = 0
     for a, b in zip(first.ranks, other.ranks, strict=True):
         x, y = a.tensors(), b.tensors()
-        unequal += sum(_unequal_bytes(x[name], y[name]) for name in x)
+        unequal += sum(unequal_bits(x[name], y[name]) for name in x)
     note = f"schedule {schedule} against the first run"
     return Verdict("repeat", 0, None, "stage", float(unequal), 0.0, unequal == 0, note)
-
-
-def _unequal_bytes(x: Tensor, y: Tensor) -> int:
-    return int((x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum())
-
-
-def _close(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
-    error = rel_l2(got, want)
-    return Verdict(name, rank, row, "stage", error, STAGE_BOUND, error <= STAGE_BOUND)
-
-
-def _equal(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
-    unequal = int((got != want).sum())
-    return Verdict(name, rank, row, "stage", float(unequal), 0.0, unequal == 0)
 
 
 def _published(rank: int, views: RankViews) -> Iterator[Verdict]:
@@ -96,24 +85,24 @@ def _attention(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdic
     for row in range(step.tokens):
         yield _selection(step, views, rank, row)
         partials = _split_reference(step, rank, row)
-        yield _close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
-        yield _close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
-        yield _close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
+        yield close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
+        yield close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
+        yield close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
         if views.attnq is not None and views.attnq_s is not None:
             merged = ref.merge(views.sp_o[row], views.sp_m[row], views.sp_l[row])
             got = e4m3_decode(views.attnq[row]) * views.attnq_s[row]
-            yield _close("attnq", rank, row, got, e4m3_decode(merged.bytes) * merged.scale)
+            yield close("attnq", rank, row, got, e4m3_decode(merged.bytes) * merged.scale)
 
 
 def _output(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) -> Iterator[Verdict]:
     """What one rank received, summed and finished. ``own``: every rank's reference rows."""
     for source, rows in enumerate(own):
-        yield _close("partial", rank, None, views.partials[source], rows)
-    yield _close("a", rank, None, views.a, ref.all_reduce(own))
-    yield _equal("a_sum", rank, None, views.a, ref.all_reduce(views.partials))
+        yield close("partial", rank, None, views.partials[source], rows)
+    yield close("a", rank, None, views.a, ref.all_reduce(own))
+    yield equal("a_sum", rank, None, views.a, ref.all_reduce(views.partials))
     if views.h_mid is not None:
         h_mid = ref.h_mid(views.a, step.inputs.h_in)
-        yield _close("h_mid", rank, None, views.h_mid, h_mid)
+        yield close("h_mid", rank, None, views.h_mid, h_mid)
 
 
 def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdict:
@@ -123,7 +112,7 @@ def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdi
     used = 8 * len(chosen.blocks)
     got = torch.cat([views.table[row, :used], views.table[row, 128:129]])
     want = torch.cat([table[:used], torch.tensor([chosen.n_ctx], dtype=torch.int32)])
-    return _equal("sparse_table", rank, row, got, want)
+    return equal("sparse_table", rank, row, got, want)
 
 
 def _without_masked(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,18 +173,57 @@ def _partial_reference(step: DecodeStep, views: RankViews, w_o: Tensor) -> Tenso
     return _project(step, rows, w_o)
 
 
-def _end_to_end(step: DecodeStep, result: StepResult, w_o: list[Tensor]) -> Iterator[Verdict]:
-    """``a`` and h_mid of the live rows from the step's inputs on: chained, and exact."""
-    live = step.requests * step.q_len
-    views, h_in = result.ranks[0], step.inputs.h_in[:live].float()
-    chained = ref.all_reduce([_chained_partial(step, r, w) for r, w in enumerate(w_o)])[:live]
+def _live(step: DecodeStep, views: RankViews, name: str) -> Tensor | None:
+    """A published tensor's live rows."""
+    tensor = views.tensors().get(name)
+    if tensor is None:
+        return None
+    return tensor[:, : step.live_rows] if name in TOKENS_SECOND else tensor[: step.live_rows]
+
+
+def _no_nan(step: DecodeStep, views: RankViews, rank: int) -> Verdict:
+    """No live row holds a NaN, in any format."""
+    found = 0
+    for name in views.tensors():
+        live = _live(step, views, name)
+        assert live is not None
+        if live.is_floating_point():
+            found += int(live.isnan().sum())
+        elif name in ("attnq", "xn8"):
+            found += int(e4m3_decode(live).isnan().sum())
+        elif name == "xsc":
+            found += int((live == E8M0_NAN).sum())
+    return exactly("nan", rank, None, found)
+
+
+def _ranks_agree(step: DecodeStep, ranks: list[RankViews]) -> Iterator[Verdict]:
+    """Every rank sums and routes for itself; one that differed would push into another's rows."""
+    for rank, views in enumerate(ranks[1:], 1):
+        unequal = 0
+        for name in SAME_ON_RANKS:
+            mine, first = _live(step, views, name), _live(step, ranks[0], name)
+            if mine is not None and first is not None:
+                unequal += unequal_bits(mine, first)
+        yield exactly("ranks", rank, None, unequal, "against rank 0")
+
+
+def _references(step: DecodeStep, w_o: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The live rows of ``a`` from the step's inputs on: chained, and exact."""
+    chained = ref.all_reduce([_chained_partial(step, r, w) for r, w in enumerate(w_o)])
     exact = torch.stack([_exact_partial(step, r, w) for r, w in enumerate(w_o)]).sum(0)
-    error = rel_l2(views.a[:live], chained)
-    yield Verdict("a", 0, None, "chained", error, None, True, "reported, not bounded")
-    for name, got, want in (("a", views.a, exact), ("h_mid", views.h_mid, exact + h_in)):
-        if got is not None:
-            error = rel_l2(got[:live], want)
-            yield Verdict(name, 0, None, "exact", error, EXACT_ALARM, error <= EXACT_ALARM)
+    return chained[: step.live_rows], exact
+
+
+def _end_to_end(
+    step: DecodeStep, result: StepResult, chained: Tensor, exact: Tensor
+) -> Iterator[Verdict]:
+    """``a`` and h_mid of the live rows against both references."""
+    live, views = step.live_rows, result.ranks[0]
+    h_in = step.inputs.h_in[:live].float()
+    yield reported("a", 0, "chained", rel_l2(views.a[:live], chained))
+    yield alarm("a", 0, views.a[:live], exact)
+    if views.h_mid is not None:
+        yield alarm("h_mid", 0, views.h_mid[:live], exact + h_in)
 
 
 def _chained_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
@@ -206,7 +234,7 @@ def _chained_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
 def _exact_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
     """fp32 [live rows, hidden]: attention over the same keys, o_proj; nothing rounded between."""
     rows = []
-    for row in range(step.requests * step.q_len):
+    for row in range(step.live_rows):
         n_ctx = step.selections[rank][row].n_ctx
         k, k_scale, v, v_scale = selected_kv(step, rank, row)
         keys = (e4m3_decode(k) * _column(k_scale))[:n_ctx]

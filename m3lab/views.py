@@ -53,6 +53,13 @@ class RankViews:
     ar_out: Tensor | None = None
     missing: list[str] = field(default_factory=list)
 
+    def __getitem__(self, name: str) -> Tensor:
+        """A published tensor by name; ValueError where this build does not publish it."""
+        tensor = getattr(self, name)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"this build does not publish {name}")
+        return tensor
+
     def tensors(self) -> dict[str, Tensor]:
         """Every published tensor, by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -232,11 +232,19 @@ def _tables(layer: LayerWeights, e: int) -> tuple[Tensor, Tensor]:
     return dequantize_mxfp4(w13, s13), dequantize_mxfp4(w2, s2)
 
 
+def expert_rows(model: ModelShape, w13: Tensor, w2: Tensor, x: Tensor) -> Tensor:
+    """An expert, or a rank's shard of one, over rows ``x`` [n, hidden].
+
+    ``w13`` [2 * inter, hidden], gate rows then up rows, and ``w2`` [hidden, inter] as numbers.
+    """
+    gate, up = (x @ w13.t()).chunk(2, -1)
+    return _swiglu(gate, up, model) @ w2.t()
+
+
 def _expert(layer: LayerWeights, model: ModelShape, e: int, x: Tensor) -> Tensor:
     """Expert ``e`` of rows ``x`` [n, hidden]; ``model.experts`` is the shared one."""
     w13, w2 = (t.to(x.dtype) for t in _tables(layer, e))
-    gate, up = (x @ w13.t()).chunk(2, -1)
-    return _swiglu(gate, up, model) @ w2.t()
+    return expert_rows(model, w13, w2, x)
 
 
 def choose_experts(scores: Tensor, bias: Tensor, model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -247,6 +255,21 @@ def choose_experts(scores: Tensor, bias: Tensor, model: ModelShape) -> tuple[Ten
     return experts, chosen / chosen.sum(-1, keepdim=True) * model.route_scale
 
 
+def route_rows(
+    layer: LayerWeights, model: ModelShape, h_mid: Tensor, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(xn [S, hidden], experts [S, top_k], their weights) of the unrounded ``h_mid``.
+
+    ``experts``: as ``mlp_half`` takes them.
+    """
+    xn = _norm(h_mid, layer.g_post, model.rms_eps)
+    scores = torch.sigmoid(xn @ layer.w_gate.to(xn.dtype).t())
+    if experts is None:
+        return xn, *choose_experts(scores, layer.bias, model)
+    picked = scores.gather(-1, experts)
+    return xn, experts, picked / picked.sum(-1, keepdim=True) * model.route_scale
+
+
 def mlp_half(
     layer: LayerWeights, model: ModelShape, h_mid: Tensor, experts: Tensor | None = None
 ) -> ExactMlp:
@@ -255,12 +278,7 @@ def mlp_half(
     ``experts``: int [S, top_k] to use instead of this reference's own choice, so that one flipped
     pick does not hide what the number formats do.
     """
-    xn = _norm(h_mid, layer.g_post, model.rms_eps)
-    scores = torch.sigmoid(xn @ layer.w_gate.to(xn.dtype).t())
-    chosen, weights = choose_experts(scores, layer.bias, model)
-    if experts is not None:
-        chosen, picked = experts, scores.gather(-1, experts)
-        weights = picked / picked.sum(-1, keepdim=True) * model.route_scale
+    xn, chosen, weights = route_rows(layer, model, h_mid, experts)
     out = model.shared_weight * _expert(layer, model, model.experts, xn)
     for e in chosen.unique().tolist():
         token, slot = (chosen == e).nonzero(as_tuple=True)
