@@ -39,6 +39,7 @@ DIM_GROUP = 16  # dims that lie together in a K page
 KEY_TILES = 2  # score tiles of a wave: 16 keys each
 TILE_DIM_BYTES = 16 * PAGE_TOKENS  # 16 dims of a V page
 GROUPS = (16, 32)  # butterfly over the four lane groups of a matrix operand
+HEAD_THREADS = 32  # threads of a head where each has four dims: four bytes, four floats
 BATCH_PER_PARTITION = 3  # a merge polls each partition's maximum, sum and outputs together
 
 
@@ -140,7 +141,7 @@ def load_scales(ctx, address, page):
 def query_unit(head, unit):
     """LDS word of a head's ``unit``-th 16 dims: rotated so that the 16 heads of an operand do not
     meet in one bank."""
-    return head * 32 + (unit ^ mod(div(head, 2), 8)) * 4
+    return head * HEAD_THREADS + (unit ^ mod(div(head, 2), 8)) * 4
 
 
 def request_query(ctx, token):
@@ -150,7 +151,7 @@ def request_query(ctx, token):
 
 def quantize_query(ctx, query):
     """lds.q8 := the token's query heads as fp8, by conversion with no scale."""
-    head, word = div(ctx.tid, 32), mod(ctx.tid, 32)
+    head, word = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
     dims = [x for i in range(2) for x in isa.bf16_floats(query[i])]
     isa.lds_store(ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), isa.fp8_word(*dims))
 
@@ -259,7 +260,7 @@ def publish(ctx, task, head_max, v_max):
     A partition with no valid key publishes m = NEG, l = 256, o = 0 and weighs nothing.
     """
     shape = ctx.build.shape
-    head, unit = div(ctx.tid, 32), mod(ctx.tid, 32)
+    head, unit = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
     weight_sum = fold(wave_values(ctx, heads_at(ctx, 1, head)), add)
     inverse = 1.0 / select(weight_sum > 0.0, weight_sum, fx.Float32(1.0))
     parts = [
@@ -296,7 +297,7 @@ def await_partitions(ctx, token):
 def poll_partitions(ctx, token):
     """Every partition's (maximum, sum) of this thread's head and its four outputs."""
     shape = ctx.build.shape
-    head = div(ctx.tid * 4, shape.model.head_dim)
+    head = div(ctx.tid, HEAD_THREADS)
     parts = [token * N_SPLIT + i for i in range(N_SPLIT)]
     heads = [part * shape.q_heads + head for part in parts]
     outs = [div(part * shape.o_k + ctx.tid * 4, 2) for part in parts]
