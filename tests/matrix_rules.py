@@ -103,7 +103,8 @@ def scaled_place(lane: int, i: int, bits: int, rows: int) -> tuple[int, int]:
 
 def tensor_of(lanes: list[bytes], dtype: torch.dtype, n: int) -> torch.Tensor:
     """Bytes of each lane as a [1, 1, 64(, n)] value."""
-    flat = torch.frombuffer(bytearray(b"".join(lanes)), dtype=dtype).clone()
+    flat = torch.frombuffer(bytearray(b"".join(lanes)), dtype=dtype)
+    flat = flat.to(torch.get_default_device(), copy=True)
     return flat.reshape(1, 1, LANES, n) if n else flat.reshape(1, 1, LANES)
 
 

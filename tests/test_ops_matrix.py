@@ -207,7 +207,7 @@ def test_random_products_are_within_the_rounding_of_their_additions() -> None:
 
 
 def random_words(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     words = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator)
     return words.to(torch.int32) & 0x77777777  # no NaN among the bytes
 
@@ -215,7 +215,9 @@ def random_words(*shape: int, seed: int) -> torch.Tensor:
 def test_a_wave_s_result_does_not_depend_on_the_waves_beside_it() -> None:
     a, b = random_words(40, 8, LANES, 4, seed=1), random_words(40, 8, LANES, 8, seed=2)
     scales = 127 + random_words(40, 8, LANES, seed=3) % 5
-    c = torch.randn(40, 8, LANES, 4, generator=torch.Generator().manual_seed(4))
+    c = torch.randn(
+        40, 8, LANES, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(4)
+    )
     attrs = {"cbsz": 4, "blgp": 0, "opselA": 0, "opselB": 0}
     whole = run_matrix(SCALED, a, b, c, scales, scales, **attrs)
     for cta, wave in ((0, 0), (17, 3), (39, 7)):
@@ -227,7 +229,9 @@ def test_a_wave_s_result_does_not_depend_on_the_waves_beside_it() -> None:
 def test_operands_of_different_shapes_broadcast() -> None:
     a, b = random_words(3, 1, LANES, 4, seed=1), random_words(1, 2, LANES, 8, seed=2)
     scale = torch.full((1, 1, 1), 130, dtype=torch.int32)
-    c = torch.randn(1, 1, 1, 4, generator=torch.Generator().manual_seed(5))
+    c = torch.randn(
+        1, 1, 1, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(5)
+    )
     attrs = {"cbsz": 4, "blgp": 0, "opselA": 0, "opselB": 0}
     got = run_matrix(SCALED, a, b, c, scale, scale, **attrs)
     full = [x.expand(3, 2, LANES, *x.shape[3:]).contiguous() for x in (a, b, c, scale, scale)]

@@ -237,7 +237,7 @@ def mfma(op: Op, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
             raise ValueError(f"{op.kind}: {raw.shape[-1]} bytes a lane, not {form.nbytes}")
         raws.append(_spread(raw, x.shape, cw))
     result = torch.empty((*cw, LANES, c.shape[-1]), dtype=c.dtype, device=c.device)
-    for ctas, waves in _chunks(cw, 4 * CHUNK):
+    for ctas, waves in _chunks(cw, 4 * CHUNK, c.device):
         left, right = (
             decode(_by_rows(raw[waves], form.rows, form.nbytes))
             for raw, decode in zip(raws, (form.a, form.b), strict=True)
@@ -249,9 +249,14 @@ def mfma(op: Op, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return result
 
 
-def _chunks(cw: tuple[int, int], matrices: int) -> Iterator[tuple[slice, slice]]:
-    """The grid in parts of about so many matrices: (CTAs, their waves in the flattened order)."""
-    step = max(1, matrices // cw[1])
+def _chunks(
+    cw: tuple[int, int], matrices: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """The grid in parts of about so many matrices: (CTAs, their waves in the flattened order).
+
+    Parts are for a CPU's caches; a GPU takes all that fits its memory at once.
+    """
+    step = max(1, (matrices if device.type == "cpu" else 1 << 16) // cw[1])
     for start in range(0, cw[0], step):
         stop = min(start + step, cw[0])
         yield slice(start, stop), slice(start * cw[1], stop * cw[1])
@@ -283,7 +288,7 @@ def mfma_scale(op: Op, a: Tensor, b: Tensor, c: Tensor, scale_a: Tensor, scale_b
         ]
     )
     result = torch.empty((*cw, LANES, c.shape[-1]), device=c.device)
-    for ctas, waves in _chunks(cw, CHUNK):
+    for ctas, waves in _chunks(cw, CHUNK, c.device):
         x = decode_left(left[waves], rows).flatten(0, 1)
         y = decode_right(right[waves], rows).flatten(0, 1)
         sums = torch.bmm(y, x.transpose(1, 2)).view(-1, LANES // rows, rows, rows)
