@@ -287,6 +287,9 @@ def _count(
     names = {NONE: "cached", DEVICE: "device", SYSTEM: "system"}
     buffer = found[0].name if found else "none"
     machine.counters.access(op, "global", names[scope], buffer, what, n * nbytes, machine)
+    clock = machine.shared.clock
+    if clock is not None:
+        clock.access(machine, op, act, offset, nbytes, found, scope, live, what)
 
 
 # ---------------------------------------------------------------------- buffer resources

@@ -65,6 +65,8 @@ def load(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
     offset = _flat(machine, act, addr)
     raw = gather(machine.lds.views, offset, nbytes)
     machine.counters.lds(op, addr, nbytes, act, machine, "load")
+    if machine.shared.clock is not None:
+        machine.shared.clock.lds(machine, op, act, addr, nbytes)
     unknown: Any = None
     checks = machine.checks
     if checks.races or checks.taint:
@@ -164,6 +166,8 @@ def store(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
     if machine.checks.races and (c * w > c or lanes > 1):
         _same_store(machine, op, act, offset, live, view, indices, parts)
     machine.counters.lds(op, addr, nbytes, act, machine, "store")
+    if machine.shared.clock is not None:
+        machine.shared.clock.lds(machine, op, act, addr, nbytes)
 
 
 def _write_checks(

@@ -228,6 +228,18 @@ class Memory:
             return f"{past} bytes past the end of {a.name} ({a.nbytes} bytes, rank {a.rank})"
         return f"address {BASE + offset:#x}, outside all memory"
 
+    def shadow_words(self) -> torch.Tensor:
+        """A fresh int64 zero per word in use, for who keeps something about words (the clock)."""
+        return self._zeros(self._used // 4, torch.int64)
+
+    def owners(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First bytes of the allocations, ascending, and the rank of each (1-D int64)."""
+        ranks = [a.rank for a in self._allocs]
+        return (
+            torch.tensor(self._starts, dtype=torch.int64, device=self.device),
+            torch.tensor(ranks, dtype=torch.int64, device=self.device),
+        )
+
     def check_span(self, lo: int, hi: int) -> Allocation | None:
         """The one allocation that holds bytes lo..hi, or None."""
         allocation = self.at(lo)

@@ -76,7 +76,8 @@ def run(
 
     ``cta_groups``: split each rank's grid into so many randomly chosen groups. ``seed``: the random
     order of turns and of the groups (None: in order). ``delay``: hold back a rank (its number), a
-    stage (its name) or a (rank, stage) for so many turns. Raises an InterpreterError for anything a
+    stage (its name) or a (rank, stage) for so many turns. ``clock``: a ``clock.Clock`` that gives
+    the run modelled times; None costs nothing. Raises an InterpreterError for anything a
     GPU would not forgive (see ``errors``).
     """
     checks = checks or Checks()
@@ -97,6 +98,8 @@ def run(
     counters = Counters(total, memory.device, checks.bank_conflicts)
     split = cta_groups > 1 or bool(delay)
     shared = Shared(memory, order, counters, checks, clock, interleave=split)
+    if clock is not None:
+        clock.begin(memory, ranks, waves, split)
     routines = _routines(launches, sizes, shared, rng, cta_groups, split)
     _check_delay(delay, routines)
     for r in routines:
@@ -150,6 +153,8 @@ def _routines(
     parts: list[tuple[Prepared, list[tuple[Launch, torch.Tensor, int]]]] = []
     for launch, n in zip(launches, sizes, strict=True):
         prepared = prepare(launch.program)
+        if shared.clock is not None:
+            prepared = shared.clock.prepare(prepared)
         blocks = list(range(n))
         groups = [blocks]
         if cta_groups > 1:
