@@ -157,6 +157,22 @@ def test_the_report_is_one_page_without_code_or_outside_references(folder):
     assert "input_path" not in notebook["metadata"]["papermill"]
 
 
+def test_the_previous_run_is_the_latest_finished_one_that_began_before(folder):
+    def run(name, start, end):
+        there = folder.parent / name
+        there.mkdir()
+        meta = json.loads((folder / "run.json").read_text()) | {"start": start, "end": end}
+        (there / "run.json").write_text(json.dumps(meta))
+        return there
+
+    assert report.previous_run(folder) is None
+    run("older", "2026-01-01T00:00:00+00:00", "x")
+    latest = run("old", "2026-01-02T00:00:00+00:00", "x")
+    run("killed", "2026-01-03T00:00:00+00:00", None)
+    run("newer", "2099-01-01T00:00:00+00:00", "x")
+    assert report.previous_run(folder) == latest
+
+
 def test_a_report_of_a_run_with_crashed_cases_is_made_and_says_not_passed(folder):
     rows = read_rows(folder)
     keep = ("key", "name", "npes", "tokens", "context", "solo", "code", "case_s")

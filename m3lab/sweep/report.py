@@ -39,17 +39,32 @@ def make_report(folder: Path, notebooks: Sequence[str] = (REPORT,)) -> Path | No
     return page
 
 
+def previous_run(folder: Path) -> Path | None:
+    """The latest finished run beside ``folder`` that began before it; None when there is none."""
+    began = load_run(folder).meta["start"]
+    earlier = []
+    for path in folder.resolve().parent.glob("*/run.json"):
+        meta = json.loads(path.read_text())
+        if meta["end"] and meta["start"] < began:
+            earlier.append((meta["start"], path.parent))
+    return max(earlier)[1] if earlier else None
+
+
 def execute(source: Path, folder: Path) -> Any:
     """Run notebook ``source`` on the run in ``folder``, keep it there, and return it."""
     import nbformat
     import papermill
+
+    parameters: dict[str, Any] = {"run": ".", "save_figures": True}
+    if source.stem == REPORT and (before := previous_run(folder)):
+        parameters["before"] = f"../{before.name}"
 
     def run(target: Path) -> None:
         try:
             papermill.execute_notebook(
                 str(source),
                 str(target),
-                parameters={"run": ".", "save_figures": True},
+                parameters=parameters,
                 cwd=str(folder),
                 kernel_name="python3",
                 progress_bar=False,
