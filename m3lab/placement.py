@@ -20,6 +20,8 @@ LDS_BYTES = 163_840  # of a gfx950 compute unit
 TILE_ROWS = 16  # rows of one MFMA tile
 
 O_ROWS = 32  # hidden rows of an output-projection task
+CHUNK_K = 128  # k of one scaled MFMA
+MX_BLOCKS_PER_CHUNK = CHUNK_K // MX_BLOCK
 DN_ROWS = 32  # hidden rows of a down task
 UG_ROWS = 16  # mid rows of a routed up / gate task
 SH_ROWS = 8  # mid rows of a shared-expert task: gate and up share one MFMA tile
@@ -30,6 +32,16 @@ TL_POINTS = 32  # timeline points
 WIDE_FROM = 5
 # From this many tokens on, a row group's partials go to its owner rank alone.
 AG_RS_FROM = 12
+
+
+def scale_cols(k: int) -> int:
+    """Scale columns of a weight table of ``k`` columns, padded to what the scale shuffle takes."""
+    return -(-k // (8 * MX_BLOCK)) * 8
+
+
+def scale_pitch(chunks: int) -> int:
+    """LDS words that hold a lane's scales of ``chunks`` chunks: 16-byte reads stay aligned."""
+    return chunks if chunks <= 2 else -(-chunks // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -213,6 +225,27 @@ class Placement:
         return self.shape.hidden // MX_BLOCK + ROW_PAD
 
     @property
+    def ug_chunks(self) -> int:
+        """128-k chunks of an up / gate product that one wave takes."""
+        return self.shape.hidden // CHUNK_K // WAVES
+
+    @property
+    def down_chunks(self) -> int:
+        """128-k chunks of one slot's down product."""
+        return self.shape.inter // CHUNK_K
+
+    @property
+    def xn_scale_row(self) -> int:
+        """Pitch of a normed row's scales in the narrow form: a wave's scales lie together."""
+        return WAVES * MX_BLOCKS_PER_CHUNK * scale_pitch(self.ug_chunks) + ROW_PAD
+
+    @property
+    def mid_scale_row(self) -> int:
+        """Pitch of a token's mid scales in the narrow form: a slot's scales lie together."""
+        slots = self.shape.model.top_k + 1
+        return slots * MX_BLOCKS_PER_CHUNK * scale_pitch(self.down_chunks)
+
+    @property
     def mid_row(self) -> int:
         """Pitch of a mid row in the wide form; the narrow form's are not padded."""
         return self.shape.inter // 4 + ROW_PAD
@@ -238,8 +271,9 @@ class Placement:
         o_rows = s * self.o_row
         if not self.wide:
             mids = slots * self.shape.inter  # as bf16 pairs, then as MXFP8 with its scales
-            mid_words = mids // 2 + mids // 4 + mids // MX_BLOCK
-            return max(s * self.shape.hidden // 2, s * mid_words, o_rows)
+            mid_words = mids // 2 + mids // 4 + self.mid_scale_row
+            xn_words = max(self.shape.hidden // 2, self.xn8_row + self.xn_scale_row)
+            return s * max(xn_words, mid_words, self.o_row)
         up_gate = s * (self.xn8_row + self.xsc_row + self.shape.model.experts)
         return max(
             self.partial_words,

@@ -36,8 +36,8 @@ def assembly(tokens=1, **changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"until": None}, "not built yet: stages after output"),
-        ({"until": "router"}, "until must be one of .* got 'router'"),
+        ({"until": "merge"}, "until must be one of .* got 'merge'"),
+        ({"until": None, "tokens": 5}, "not built yet: the router and experts of 5 tokens"),
         ({"tokens": 17}, r"tokens must be in 1\.\.16, got 17"),
         ({"tokens": 0}, r"tokens must be in 1\.\.16, got 0"),
         ({"npes": 2}, "TP width 4, got 2"),
@@ -47,7 +47,6 @@ def assembly(tokens=1, **changes):
         ({"heads": IndexHeads(4, 1), "init_blocks": 1}, "init_blocks must be 0 with four"),
         ({"heads": IndexHeads(4, 1)}, "not built yet: the selection with four index heads"),
         ({"fuse_k1": True}, "not built yet: the fused pre-attention kernel"),
-        ({"shared_fp8": True}, "not built yet: the MXFP8 shared expert"),
         ({"tokens": 2, "blocks": 200}, "at least 208 CTAs, got 200"),
         ({"shape": RankShape(tp=2), "npes": 2}, "not built yet: a rank of 32 query"),
     ],

@@ -109,8 +109,11 @@ def test_pool_holds_each_stage_that_takes_its_turn(tokens):
             mids = (5 * tokens + 1) * (shape.inter // 4 + 4 + shape.inter // 32 + 4)
             need = [rows, 8 * shape.o_k, normed + 8 * 64 * 4, mids]
         else:
-            mids = 5 * shape.inter
-            need = [rows, tokens * shape.hidden // 2, tokens * (mids // 2 + mids // 4 + mids // 32)]
+            mids, chunks = 5 * shape.inter, shape.inter // 128
+            scales = 5 * 4 * {1: 1, 2: 2, 3: 4}.get(chunks, -(-chunks // 4) * 4)
+            normed = shape.hidden // 4 + 4 + 8 * 4 * {16: 2, 48: 8}[shape.hidden // 128] + 4
+            row = max(shape.hidden // 2, normed, mids // 2 + mids // 4 + scales)
+            need = [rows, tokens * row]
         assert place.pool_words == max(need)
 
 

@@ -25,6 +25,7 @@ from m3lab.kernels.wave import (
     block_max,
     butterfly,
     div,
+    fold,
     largest,
     mod,
 )
@@ -180,13 +181,6 @@ def score_keys(ctx, tiles, lane_keys):
 
 def valid_scales(tiles, lane_keys):
     return [select(lane_keys > i, s, fx.Float32(0.0)) for i, s in enumerate(tiles.v_scales)]
-
-
-def fold(values, op):
-    total = values[0]
-    for value in values[1:]:
-        total = op(total, value)
-    return total
 
 
 def heads_at(ctx, what, head):

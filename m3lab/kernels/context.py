@@ -32,6 +32,8 @@ class Build:
     init_blocks: int
     local_blocks: int
     timeline: bool
+    shared_fp8: bool
+    last_stage: int
 
     @property
     def shape(self) -> RankShape:

@@ -103,6 +103,12 @@ def rcp(x):
 
 
 @dsl_loc_tracing
+def rsq(x):
+    """v_rsq_f32."""
+    return fx.Float32(raw_rocdl.rsq(T.f32, as_ir_value(x)))
+
+
+@dsl_loc_tracing
 def exp2(x):
     """v_exp_f32."""
     return fx.Float32(raw_rocdl.exp2(T.f32, as_ir_value(x)))
@@ -327,7 +333,23 @@ def xor_in_row(word, offset):
     return _dpp(word, DPP_QUAD[offset]) if offset else word
 
 
-# ---------------------------------------------------------------------- matrix cores
+@dsl_loc_tracing
+def lane_value(x, lane):
+    """A Float32 of the lane ``lane``, a uniform index, in every lane: v_readlane."""
+    word = raw_rocdl.readlane(T.i32, as_ir_value(float_bits(x)), as_ir_value(lane))
+    return bits_float(fx.Int32(word))
+
+
+# ---------------------------------------------------------------------- dot products, matrix cores
+
+
+@dsl_loc_tracing
+def dot2_bf16(a, b, c):
+    """``c`` plus the products of two words' bf16 pairs: exact products, fp32 sums."""
+    pairs = [
+        as_ir_value(fx.Vector.from_elements([x], fx.Int32).bitcast(fx.BFloat16)) for x in (a, b)
+    ]
+    return fx.Float32(rocdl.fdot2_f32_bf16(T.f32, *pairs, as_ir_value(c), clamp=False).result)
 
 
 @dsl_loc_tracing

@@ -29,3 +29,11 @@ def mfma_f8f8_unit(a, b, c):
     """16x16x128, E4M3 by E4M3, unit scales."""
     one = fx.Int32(isa.UNIT_SCALE)
     return isa.mfma_scaled(a, b, c, formats=(isa.FP8_FORMAT, isa.FP8_FORMAT), scales=(one, one))
+
+
+def mfma_mx(a, b, c, *, fp8, scales, byte):
+    """16x16x128 of MX operands: ``a`` E2M1 (or E4M3, ``fp8``) whose E8M0 scale is byte ``byte`` of
+    scale dword a, ``b`` E4M3 with its scale in byte 0."""
+    a_format = isa.FP8_FORMAT if fp8 else isa.FP4_FORMAT
+    formats = (a_format, isa.FP8_FORMAT)
+    return isa.mfma_scaled(a, b, c, formats=formats, scales=scales, selects=(byte, 0))

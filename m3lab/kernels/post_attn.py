@@ -18,13 +18,16 @@ from flydsl.expr.typing import Int32, Int64
 from m3lab.kernels import attention, isa, output
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.kernels.context import Build, Context, clear_stamps, flush_stamps, stamp
+from m3lab.kernels.experts import experts
+from m3lab.kernels.isa import const_expr
 from m3lab.kernels.mailbox import launch_tag
+from m3lab.kernels.router import router
 from m3lab.kernels.select_long import select_long
 from m3lab.kernels.wave import div, mod
-from m3lab.placement import THREADS, TL_POINTS, WAVE, Placement
+from m3lab.placement import THREADS, TL_POINTS, WAVE, WIDE_FROM, Placement
 from m3lab.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
 
-UNTIL = ("output",)
+UNTIL = ("output", "router", "experts")  # the last is the whole kernel
 
 # LDS arrays of the stages built so far: placement's name -> element
 LDS_ELEMENTS = {
@@ -36,6 +39,8 @@ LDS_ELEMENTS = {
     "keys": fx.Int32,
     "ranks": fx.Int32,
     "blocks": fx.Int32,
+    "route": fx.Int32,
+    "route_weight": fx.Float32,
 }
 
 
@@ -78,9 +83,10 @@ def build_post_attn_kernel(
     """The ``@flyc.jit`` launcher of K4 for one rank of an ``npes``-way group.
 
     ``tokens`` rows a step, ``blocks`` CTAs of 512 threads, all of which must be resident: the
-    hand-offs spin. ``until`` stops the kernel after a stage ("output"). Raises ValueError, in one
-    sentence, for a combination that cannot be or is not built.
+    hand-offs spin. ``until`` stops the kernel after a stage of ``UNTIL``; None is the whole one.
+    Raises ValueError, in one sentence, for a combination that cannot be or is not built.
     """
+    until = until or UNTIL[-1]
     _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until)
     build = Build(
         place=Placement(shape, tokens, npes, blocks),
@@ -93,6 +99,8 @@ def build_post_attn_kernel(
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         timeline=timeline,
+        shared_fp8=shared_fp8,
+        last_stage=UNTIL.index(until),
     )
     smem = _shared_memory(build)
     symbol = kernel_symbol(
@@ -165,6 +173,11 @@ def build_post_attn_kernel(
         attention.merge(ctx)  # 2b
         output.project(ctx)  # 3
         stamp(ctx, 4)
+        if const_expr(build.last_stage >= UNTIL.index("router")):
+            router(ctx)  # 4
+            stamp(ctx, 5)
+        if const_expr(build.last_stage >= UNTIL.index("experts")):
+            experts(ctx)  # 5
         flush_stamps(ctx)
 
     @flyc.jit
@@ -215,14 +228,15 @@ def build_post_attn_kernel(
 
 def _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until):
     """ValueError for what no placement can say."""
-    if until is None:
-        raise ValueError("not built yet: stages after output (build with until='output')")
     if until not in UNTIL:
         raise ValueError(f"until must be one of {UNTIL} or None, got {until!r}")
     if fuse_k1:
         raise ValueError("not built yet: the fused pre-attention kernel (fuse_k1)")
-    if shared_fp8:
-        raise ValueError("not built yet: the MXFP8 shared expert (shared_fp8)")
+    if until != "output" and tokens >= WIDE_FROM:
+        raise ValueError(
+            f"not built yet: the router and experts of {tokens} tokens, "
+            f"the wide form (build at most {WIDE_FROM - 1}, or until='output')"
+        )
     if heads.count > 1 and npes != heads.count:
         raise ValueError(f"four index heads need four peers, got {npes}")
     if heads.count > 1 and init_blocks:

@@ -71,6 +71,13 @@ def largest(x, y):
     return fx.max(x, y)
 
 
+def fold(values, op):
+    total = values[0]
+    for value in values[1:]:
+        total = op(total, value)
+    return total
+
+
 @traced
 def block_max(x, ctx):
     """The CTA's maximum of a Float32, in every thread.

@@ -1,0 +1,139 @@
+"""Stage 5, narrow form (1..4 tokens): the order in which a CTA goes through the experts.
+
+The shared expert needs the normed rows but no routing: its tasks run first, or, where every CTA
+carries equally many routed tasks, while the first routed weights are on their way. Then the
+routing, the routed tasks as a software pipeline, and the CTA's down task. What a task computes is
+in ``up_gate`` and ``down``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flydsl.expr as fx
+
+from m3lab.kernels import down, isa, routing, up_gate
+from m3lab.kernels.context import first_task, stamp
+from m3lab.kernels.down import DownTask
+from m3lab.kernels.isa import traced
+from m3lab.kernels.wave import div
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What this CTA runs: its shared task, whether it has one, whether it has a routed task, its
+    down task. All uniform."""
+
+    shared: Any
+    has_shared: Any
+    has_routed: Any
+    down: DownTask
+
+
+def experts(ctx):
+    place = ctx.build.place
+    shared = first_task(ctx, "shared")
+    jobs = Jobs(
+        shared=shared,
+        has_shared=shared < place.shared_tasks,
+        has_routed=up_gate.RoutedTask(ctx, 0).exists,
+        down=down.down_task(ctx),
+    )
+    if place.shared_after_routing:
+        tiles = request_late(ctx, jobs)
+        fetch_late(ctx, jobs)
+    else:
+        tiles = None
+        shared_first(ctx, jobs)
+    routed_and_down(ctx, jobs, tiles)
+
+
+@traced
+def shared_first(ctx, jobs):
+    if jobs.has_shared:
+        tiles = up_gate.request_shared(ctx, jobs.shared)
+        routing.fetch_rows(ctx)
+        isa.barrier()
+        up_gate.compute_shared(ctx, jobs.shared, tiles)
+
+
+def request_late(ctx, jobs):
+    """The shared task's weights go out before the waits, on a CTA without one through a buffer
+    that holds nothing."""
+    task = fx.min(jobs.shared, ctx.build.place.shared_tasks - 1)
+    return up_gate.request_shared(ctx, task, present=jobs.has_shared)
+
+
+@traced
+def fetch_late(ctx, jobs):
+    if jobs.has_shared:
+        routing.fetch_rows(ctx)
+
+
+@traced
+def routed_and_down(ctx, jobs, shared):
+    """``shared``: the shared task's tiles where it runs after the routing, else None."""
+    if jobs.has_routed | jobs.down.exists:
+        fetch_own(ctx, jobs)
+        routing.route_tokens(ctx)
+        stamp(ctx, 2)
+        isa.barrier()
+        stamp(ctx, 6)
+        requested = run_routed(ctx, jobs, shared)
+        stamp(ctx, 8)
+        run_down(ctx, jobs, *requested)
+
+
+@traced
+def fetch_own(ctx, jobs):
+    """The rows of a CTA's routed tasks: every token's, or the one its tasks are of. The row lands
+    before the scores do; a CTA with a shared task has it already."""
+    if jobs.has_routed & (jobs.shared >= ctx.build.place.shared_tasks):
+        share = ctx.build.place.ug_ctas_per_token
+        routing.fetch_rows(ctx, None if share is None else div(ctx.bid, share))
+
+
+def run_routed(ctx, jobs, shared):
+    """Every routed task, the next one's weights requested before a task's products; -> the down
+    stage's requested tiles: (routed ones by token, the shared expert's).
+
+    The first token's down weights stream under the exchange of the mids; requested with the first
+    up / gate weights they share the CU's bandwidth and delay them (34.3 -> 32.8 us on four ranks,
+    measured upstream). Two tokens' are in flight when the down products start.
+    """
+    rounds = ctx.build.place.ug_rounds
+    task = up_gate.RoutedTask(ctx, 0)
+    tiles = up_gate.request_routed(ctx, task)
+    stamp(ctx, 7)
+    if shared is not None:
+        compute_late(ctx, jobs, shared)
+    routed, shared_tiles = {}, None
+    for i in range(rounds):
+        following = up_gate.RoutedTask(ctx, i + 1) if i + 1 < rounds else None
+        next_tiles = None if following is None else up_gate.request_routed(ctx, following)
+        compute_routed(ctx, task, tiles, i % 2)
+        if i == 0:
+            routed[0] = down.request_routed(ctx, 0, jobs.down)
+            shared_tiles = down.request_shared(ctx, jobs.down)
+        if i == rounds - 1 and ctx.build.tokens > 1:
+            routed[1] = down.request_routed(ctx, 1, jobs.down)
+        task, tiles = following, next_tiles
+    return routed, shared_tiles
+
+
+@traced
+def compute_late(ctx, jobs, tiles):
+    if jobs.has_shared:
+        up_gate.compute_shared(ctx, jobs.shared, tiles)
+
+
+@traced
+def compute_routed(ctx, task, tiles, half):
+    if task.exists:
+        up_gate.compute_routed(ctx, task, tiles, half)
+
+
+@traced
+def run_down(ctx, jobs, routed, shared):
+    if jobs.down.exists:
+        down.run(ctx, jobs.down, routed, shared)
+        stamp(ctx, 11)
