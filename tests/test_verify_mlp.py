@@ -1,6 +1,7 @@
 """The verdicts on router and experts: green on the reference's own values, red on one wrong one."""
 
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
@@ -32,6 +33,17 @@ def four_ranks():
     return whole()
 
 
+@pytest.fixture(scope="module")
+def right_result(four_ranks):
+    return published(four_ranks)
+
+
+@pytest.fixture
+def result(right_result):
+    """The right result, to be spoiled."""
+    return deepcopy(right_result)
+
+
 def failed(step: DecodeStep, result: StepResult) -> set[str]:
     return {v.name for v in verify(step, result) if not v.passed and v.against == "stage"}
 
@@ -50,8 +62,8 @@ def test_a_kernel_that_rounds_as_the_reference_passes_at_every_token_count(token
     }
 
 
-def test_four_ranks_pass_and_every_rank_is_compared_with_the_first(four_ranks):
-    verdicts = verify(four_ranks, published(four_ranks))
+def test_four_ranks_pass_and_every_rank_is_compared_with_the_first(four_ranks, right_result):
+    verdicts = verify(four_ranks, right_result)
     assert all(v.passed for v in verdicts)
     count = Counter(v.name for v in verdicts if v.against == "stage")
     assert count["ffn"] == 16  # every rank's rows at every rank
@@ -73,8 +85,8 @@ def test_a_kernel_cut_after_the_router_is_judged_to_there():
     assert not {"sel", "mid", "ffn", "ar_out"} & {v.name for v in verdicts}
 
 
-def test_formats_move_the_result_by_some_percent_and_the_chain_by_nothing(four_ranks):
-    verdicts = verify(four_ranks, published(four_ranks))
+def test_formats_move_the_result_by_some_percent_and_the_chain_by_nothing(four_ranks, right_result):
+    verdicts = verify(four_ranks, right_result)
     errors = {(v.against, v.name): v.error for v in verdicts if v.rank == 0}
     assert 1e-2 < errors["exact", "ar_out"] < 1.2e-1
     assert errors["chained", "ar_out"] == 0.0
@@ -105,8 +117,9 @@ def test_the_exact_rows_of_all_ranks_are_the_exact_layers(four_ranks):
         ("sigmoids", {"sigmoid", "keys", "copies", "ranks", "weights"}),
     ],
 )
-def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(four_ranks, field, failing):
-    result = published(four_ranks)
+def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(
+    four_ranks, result, field, failing
+):
     views = result.ranks[2]
     at = (0,) * views[field].ndim
     if field == "sigmoids":  # of an expert that is chosen, so that its weight is off too
@@ -115,56 +128,48 @@ def test_one_wrong_value_fails_its_stage_and_those_it_feeds_only(four_ranks, fie
     assert failed(four_ranks, result) == failing
 
 
-def test_one_wrong_fp8_element_fails_the_row_and_the_intermediates_made_of_it(four_ranks):
-    result = published(four_ranks)
+def test_one_wrong_fp8_element_fails_the_row_and_the_intermediates_made_of_it(four_ranks, result):
     result.ranks[1]["xn8"][1, 7] ^= 0x80
     result.ranks[1]["xn8"][1, 7] |= 0x70
     assert failed(four_ranks, result) == {"xn8", "mid", "ranks"}
 
 
-def test_a_wrong_scale_byte_away_from_an_edge_fails(four_ranks):
-    result = published(four_ranks)
+def test_a_wrong_scale_byte_away_from_an_edge_fails(four_ranks, result):
     result.ranks[1]["xsc"][0, 3] += 2
     assert {"xsc", "xn8"} <= failed(four_ranks, result)
 
 
-def test_one_copy_of_the_scores_that_differs_fails_as_a_copy_alone(four_ranks):
-    result = published(four_ranks)
+def test_one_copy_of_the_scores_that_differs_fails_as_a_copy_alone(four_ranks, result):
     result.ranks[3]["keys"][5, 1, 99] += 128
     assert failed(four_ranks, result) == {"copies", "ranks"}
 
 
-def test_an_expert_that_the_keys_do_not_name_fails_the_record(four_ranks):
-    result = published(four_ranks)
+def test_an_expert_that_the_keys_do_not_name_fails_the_record(four_ranks, result):
     views = result.ranks[0]
     others = [e for e in four_ranks.experts if e not in views["experts"][1].tolist()]
     views["experts"][1, 3] = others[0]
     assert {"sel", "picks", "mid", "ffn"} <= failed(four_ranks, result)
 
 
-def test_two_swapped_slots_fail_the_record(four_ranks):
-    result = published(four_ranks)
+def test_two_swapped_slots_fail_the_record(four_ranks, result):
     record = result.ranks[0]["experts"]
     record[0, [0, 1]] = record[0, [1, 0]]
     assert "sel" in failed(four_ranks, result)
 
 
-def test_an_id_that_is_no_expert_fails_and_breaks_nothing(four_ranks):
-    result = published(four_ranks)
+def test_an_id_that_is_no_expert_fails_and_breaks_nothing(four_ranks, result):
     result.ranks[0]["experts"][0, 0] = 1 << 20
     assert {"sel", "picks"} <= failed(four_ranks, result)
 
 
-def test_an_expert_outside_the_pool_makes_nan_and_never_passes(four_ranks):
+def test_an_expert_outside_the_pool_makes_nan_and_never_passes(four_ranks, result):
     absent = next(e for e in range(128) if e not in four_ranks.experts)
-    result = published(four_ranks)
     result.ranks[0]["experts"][0, 2] = absent
     assert {"sel", "picks", "mid", "ffn", "ar_out"} <= failed(four_ranks, result)
 
 
 @pytest.mark.parametrize("field", ["sp_l", "attnq", "a", "xn8", "xsc", "sigmoids", "mids", "ffn"])
-def test_a_nan_in_any_format_is_counted(four_ranks, field):
-    result = published(four_ranks)
+def test_a_nan_in_any_format_is_counted(four_ranks, result, field):
     tensor = result.ranks[3][field]
     bytes_of_nan = {"attnq": 0x7F, "xn8": 0xFF, "xsc": 0xFF}
     tensor[(0,) * tensor.ndim] = bytes_of_nan.get(field, torch.nan)
