@@ -284,7 +284,6 @@ def no_lds(source: Int64, target: Int64, n: Int32) -> None:
     isa.store(isa.buffer(target), row * 4, isa.load(isa.buffer(source), row * 4) + n)
 
 
-@pytest.mark.xfail(strict=True, reason="an LDS of 0 bytes has no views")
 def test_a_kernel_without_lds_runs() -> None:
     got = run_kernel(no_lds, torch.arange(BLOCK * GRID, dtype=torch.int32), BLOCK * GRID, 9)
     assert got == [i + 9 for i in range(BLOCK * GRID)]
@@ -365,7 +364,6 @@ def unknown_moves(source: Int64, target: Int64, n: Int32) -> None:
     isa.store(isa.buffer(target), row * 4, got)
 
 
-@pytest.mark.xfail(strict=True, reason="only a move's first operand is followed")
 @pytest.mark.parametrize("move", range(3), ids=["bpermute", "swap", "dpp"])
 def test_unwritten_memory_is_not_laundered_by_a_move_between_lanes(move: int) -> None:
     program = program_of(launcher_of(unknown_moves, GRID, BLOCK), 3)
@@ -396,7 +394,6 @@ def swapped(old: Any, word: Any) -> Any:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="only a move's first operand is followed")
 def test_unwritten_memory_in_a_swap_s_second_operand_is_noticed() -> None:
     program = program_of(launcher_of(swap_of_two, GRID, BLOCK), 3)
     memory = Memory()

@@ -20,7 +20,7 @@ class Lds:
     def __init__(self, n_ctas: int, nbytes: int, n_waves: int, device: torch.device) -> None:
         self.n_ctas = n_ctas
         self.nbytes = nbytes
-        self.words = (nbytes + 15) // 16 * 4
+        self.words = max((nbytes + 15) // 16 * 4, 4)  # never empty: views need a row
         self.planes = 8 if n_waves <= 8 else 16
         self.device = device
         total = n_ctas * self.words

@@ -302,9 +302,10 @@ class Machine:
         operands = [self.vals[s] for s in op.operands]
         result, source = fn(op, *operands, mask=act.mask)
         unknown: Value = None
-        first = self.taints.get(op.operands[0]) if op.operands else None
-        if first is not None:
-            unknown = taint.moved(fn, op, operands, first, act.mask)
+        if self.taints:
+            marks = [self.taints.get(s) for s in op.operands]
+            if any(m is not None for m in marks):
+                unknown = taint.moved(fn, op, operands, marks, act.mask, result)
         if self.checks.taint and source is not None and act.mask is not None:
             mask = act.mask.expand(*act.mask.shape[:2], LANES)
             lanes = source.expand(*common_shape(source.shape, mask.shape))
@@ -312,11 +313,10 @@ class Machine:
             off = ~torch.gather(mask, 2, lanes.clamp(0, LANES - 1).to(torch.int64)) & mask
             if bool(off.any()):
                 unknown = self._inactive(result, off, unknown)
-        results = result if isinstance(result, tuple) and len(op.results) > 1 else (result,)
-        marks = unknown if isinstance(unknown, tuple) and len(op.results) > 1 else (unknown,)
-        if len(marks) < len(results):
-            marks = marks + (None,) * (len(results) - len(marks))
-        for s, v, u in zip(op.results, results, marks, strict=True):
+        several = isinstance(result, tuple) and len(op.results) > 1
+        results = result if several else (result,)
+        unknowns = unknown if several and unknown is not None else (unknown,) * len(results)
+        for s, v, u in zip(op.results, results, unknowns, strict=True):
             self.set(s, v, u)
 
     def _inactive(self, result: Value, off: torch.Tensor, unknown: Value) -> Value:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from m3lab.interpreter.ops import LANE
+from m3lab.interpreter.ops.crosslane import MOVES
 from m3lab.interpreter.program import Op
 
 _INT_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,6 +54,8 @@ def of(op: Op, operands: list[Any], taints: list[Any], result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(_smear(op, taints, r) for r in result)
     kind = op.kind
+    if kind == "llvm.extractvalue" and isinstance(taints[0], tuple):
+        return taints[0][op.attrs["position"][0]]
     if kind == "arith.andi":
         return clean(_and(operands, taints))
     if kind == "arith.ori":
@@ -83,12 +86,25 @@ def _as(value: torch.Tensor, taint: torch.Tensor) -> torch.Tensor:
     return taint if value.dtype == taint.dtype else taint.contiguous().view(value.dtype)
 
 
-def moved(fn: Any, op: Op, operands: list[Any], taint: torch.Tensor, mask: Any) -> Any:
-    """Taint of a cross-lane move: the move itself, run on its first operand's taint."""
-    result, _ = fn(op, _as(operands[0], taint), *operands[1:], mask=mask)
-    if isinstance(result, tuple):
-        return tuple(clean(_bits(r)) for r in result)
-    return clean(_bits(result))
+def moved(fn: Any, op: Op, operands: list[Any], taints: list[Any], mask: Any, result: Any) -> Any:
+    """Taint of a cross-lane operation: the move itself, run on the taints of what it moves.
+
+    An unknown lane number, or an unknown operand of what is no move (ballot), smears.
+    """
+    moves = MOVES.get(op.kind, ())
+    if any(t is not None for i, t in enumerate(taints) if i not in moves):
+        parts = result if isinstance(result, tuple) else (result,)
+        smeared = tuple(full_like(r) for r in parts)
+        return smeared if isinstance(result, tuple) else smeared[0]
+    inputs = list(operands)
+    for i in moves:
+        t = taints[i]
+        bits = torch.zeros_like(_bits(operands[i])) if t is None else t
+        inputs[i] = _as(operands[i], bits)
+    bits, _ = fn(op, *inputs, mask=mask)
+    if isinstance(bits, tuple):
+        return tuple(clean(_bits(b)) for b in bits)
+    return clean(_bits(bits))
 
 
 def _and(values: list[torch.Tensor], taints: list[Any]) -> torch.Tensor:
@@ -135,7 +151,7 @@ def _smear(op: Op, taints: list[Any], result: torch.Tensor) -> torch.Tensor | No
         for part in parts:
             if part is None:
                 continue
-            m = lanes(part, ty.n > 0)
+            m = lanes(part, ty.n > 0 and ty.elem != "struct")
             hit = m if hit is None else hit | m
     if hit is None:
         return None
