@@ -28,8 +28,8 @@ class RankViews:
     From the router: ``xn8`` uint8 E4M3 [tokens, hidden] with ``xsc`` uint8 E8M0
     [tokens, hidden / 32]; ``keys`` int32 and ``sigmoids`` fp32 [copies, tokens, experts]. From the
     experts: ``experts`` int32 and ``weights`` fp32 [tokens, slots], the shared expert last;
-    ``mids`` fp32 (bf16 values) [tokens, slots, inter]; ``ffn`` as ``partials``, of the MLP;
-    ``ar_out`` fp32 (bf16 values) [tokens, hidden].
+    ``mids`` fp32 (bf16 values) [tokens, slots, inter]; ``ffn`` as ``partials``, of the MLP
+    (a rank alone pushes nothing); ``ar_out`` fp32 (bf16 values) [tokens, hidden].
     ``missing``: regions with a pair whose tag is not this launch's.
     """
 
@@ -155,5 +155,6 @@ class _Reader:
         views.experts = record[:, 0].contiguous()
         views.weights = record[:, 1].contiguous().view(torch.float32)
         views.mids = self.region("mid").reshape(n, slots, -1)
-        views.ffn = self.pushed("ffn")
         views.ar_out = self.output("ar_out")
+        # a rank alone pushes nothing: its partial row is the output
+        views.ffn = self.pushed("ffn") if self.step.npes > 1 else views.ar_out[None]
