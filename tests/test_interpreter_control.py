@@ -67,6 +67,38 @@ def test_a_for_loop_runs_each_lane_its_own_number_of_times() -> None:
         assert line == [signed(total, 32)]
 
 
+def test_a_loop_that_few_ctas_and_waves_enter_leaves_the_others_alone() -> None:
+    """Of 16 CTAs some lanes of CTA 2's wave 1, of CTA 9 and of CTA 15's lane 63 go on looping."""
+    rng = random.Random(11)
+    rows = []
+    for i in range(BLOCK * 16):
+        bid, thread = divmod(i, BLOCK)
+        loops = {2: thread >= 64 and thread % 3 == 0, 9: thread % 2 == 1, 15: thread == 63}
+        rows.append([rng.randrange(3, 9) if loops.get(bid) else 0, rng.randrange(-50, 50)])
+
+    def body(words: Any) -> Any:
+        return [kept_through(words[0], words[1])]
+
+    got, _ = run_lanes("few", body, rows, 1, block=BLOCK, grid=16)
+    for (n, word), line in zip(rows, got, strict=True):
+        total = word
+        for i in range(n):
+            total = total * 3 + i if total & 1 else total - 7
+        assert line == [signed(total, 32)]
+
+
+@isa.traced
+def kept_through(n: Any, word: Any) -> Any:
+    """A carried value that lanes which leave early, or never enter, must keep."""
+    total = word
+    for i in range(0, n, 1):
+        if (total & 1) == 1:
+            total = total * 3 + fx.Int32(i)
+        else:
+            total = total - 7
+    return total
+
+
 @isa.traced
 def collatz(start: Any, limit: Any) -> Any:
     x, steps = start, fx.Int32(0)
@@ -348,13 +380,15 @@ def test_loads_and_stores_by_64_bit_address() -> None:
 
 @flyc.kernel(name="unknown_moves", known_block_size=[BLOCK, 1, 1])
 def unknown_moves(source: Int64, target: Int64, n: Int32) -> None:
-    """A word of unwritten memory goes through one of three moves before it is stored."""
+    """A word of unwritten memory goes through a move, or says where from, before a store."""
     fx.SharedAllocator().allocate(Lds).peek()
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
     word = isa.load(isa.buffer(source), row * 4)
     known = thread * 4
     got = known
+    if n == 3:
+        got = fx.Int32(fx.rocdl.ds_bpermute(fx.typing.T.i32, word, known + 1))
     if n == 0:
         got = fx.Int32(fx.rocdl.ds_bpermute(fx.typing.T.i32, known, word))
     if n == 1:
@@ -372,6 +406,15 @@ def test_unwritten_memory_is_not_laundered_by_a_move_between_lanes(move: int) ->
     target = memory.alloc("target", 4 * BLOCK * GRID, zero=True)
     with pytest.raises(Tainted):
         run([Launch(program, [source.addr, target.addr, move])], memory)
+
+
+def test_a_move_from_a_lane_that_unwritten_memory_names_is_noticed() -> None:
+    program = program_of(launcher_of(unknown_moves, GRID, BLOCK), 3)
+    memory = Memory()
+    source = memory.alloc("source", 4 * BLOCK * GRID)
+    target = memory.alloc("target", 4 * BLOCK * GRID, zero=True)
+    with pytest.raises(Tainted):
+        run([Launch(program, [source.addr, target.addr, 3])], memory)
 
 
 @flyc.kernel(name="swap_of_two", known_block_size=[BLOCK, 1, 1])
