@@ -31,17 +31,10 @@ from m3lab.interpreter.ops import MATRIX
 from m3lab.interpreter.ops.matrix import FORMATS, operand_format
 
 LANES = 64
-Lane = list[list[float]]  # [lane][element]
 
 
 def run_matrix(kind: str, *operands: torch.Tensor, **attrs: object) -> torch.Tensor:
     return MATRIX[kind](make_op(kind, **attrs), *operands)
-
-
-# ---------------------------------------------------------------------- codecs by definition
-
-
-# ---------------------------------------------------------------------- layouts by definition
 
 
 # ---------------------------------------------------------------------- plain instructions

@@ -5,10 +5,16 @@ A lane function takes the ``Op`` and its operands as torch tensors and returns t
 more axis for its elements; a value stays at the smallest shape that broadcasts. A lane function
 knows nothing of masks, memory or scheduling: the machine does.
 
-* ``lane_op``: elementwise, results broadcast like the operands.
-* ``cross_op``: moves between the 64 lanes of a wave; returns (result, source): ``source`` gives per
-  lane the lane it read (broadcastable to the result's shape), or None where any lane may be read.
-* ``matrix_op``: uses all 64 lanes of a wave together; operands come expanded to full lanes.
+* ``lane_op``: elementwise, results broadcast like the operands. Kinds without operands (constants,
+  undefined values) take a ``device`` keyword, the CPU by default.
+* ``cross_op``: moves between the 64 lanes of a wave; takes a ``mask`` keyword (the active lanes, or
+  None: all) and returns (result, source): ``source`` gives per lane the lane it read (broadcastable
+  to the result's shape), or None where that says nothing. ``crosslane.MOVES`` names the operands
+  that are values on the move.
+* ``matrix_op``: uses all 64 lanes of a wave together.
+
+A struct (what a permlane swap gives) is a tuple. No function writes to its operands: they are
+shared, constants among them.
 """
 
 from __future__ import annotations
