@@ -16,8 +16,10 @@ from m3lab.interpreter.clock import Census, Clock
 from m3lab.interpreter.part import CONSTANTS, load_part, read_part
 
 PART = load_part()
-KEPT = ("clock_ghz", "cus", "simds", "warm_bytes", "channels", "hbm_gbs", "cu_bytes_per_clk",
-        "link_gbs", "mfma_macs_per_clk", "mfma_scaled_macs_per_clk", "mfma_fp4_macs_per_clk")  # fmt: skip
+KEPT = (
+    "clock_ghz", "cus", "simds", "warm_bytes", "channels", "hbm_gbs", "cu_bytes_per_clk",
+    "link_gbs", "mfma_macs_per_clk", "mfma_scaled_macs_per_clk", "mfma_fp4_macs_per_clk",
+)  # fmt: skip
 QUIET = PART.with_values(
     **{name: 0.0 for name in CONSTANTS if name not in KEPT},
     **{name: 1e12 for name in KEPT if name.startswith(("hbm", "cu_b", "link", "mfma"))},

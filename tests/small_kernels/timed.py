@@ -172,9 +172,8 @@ def poll_behind_load(load_first):
 
     @traced
     def run(a, b, n, lds):
-        if fx.block_idx.x == 0:
-            if fx.thread_idx.x == 0:
-                put(b, fx.Int32(WORDS), n, isa.DEVICE)
+        if (fx.block_idx.x == 0) & (fx.thread_idx.x == 0):
+            put(b, fx.Int32(WORDS), n, isa.DEVICE)
         if fx.block_idx.x == 1:
             x = fx.Int32(0)
             if const_expr(load_first):
