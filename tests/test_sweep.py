@@ -137,14 +137,18 @@ def test_jobs_below_one_are_refused(params, tmp_path, ran):
         run(params, tmp_path, jobs=0)
 
 
-def test_a_stop_keeps_what_is_done_and_the_next_sweep_goes_on(params, tmp_path, monkeypatch):
+@pytest.mark.parametrize("late_s", [0.0, 0.2])
+def test_a_stop_keeps_what_is_done_and_the_next_goes_on(params, tmp_path, monkeypatch, late_s):
     ran = []
 
     def stop_in_the_third(case, stop=None, jobs=1):
+        if stop.is_set():
+            return row_of(case, "stopped")
         ran.append(case.name)
         if len(ran) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            assert stop.wait(5)
+            time.sleep(late_s)
             return row_of(case, "stopped")
         return row_of(case)
 
