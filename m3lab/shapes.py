@@ -55,6 +55,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         if self.hidden < 2048 or self.hidden % 2048:
             raise ValueError(f"hidden size must be a positive multiple of 2048, got {self.hidden}")
+        for name in ("q_heads", "kv_heads", "index_heads", "inter"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 "query heads must be a multiple of kv heads, "

@@ -7,6 +7,7 @@ import pytest
 from m3lab.sweep.cases import Case
 from m3lab.sweep.params import ParamsError, load, parse
 
+MODEL = (("hidden", 2048), ("inter", 512), ("shared_inter", 512))
 PARAMS = Path(__file__).parent.parent / "params"
 
 
@@ -70,6 +71,12 @@ def test_a_case_that_grid_and_list_both_name_runs_once():
         ({"grid": {}, "seed": -1}, ["seed", "0..", "-1"]),
         ({"grid": {}, "model": {"hiden": 1}}, ["model.hiden", "unknown key", "hidden"]),
         ({"grid": {}, "model": {"hidden": 5000}}, ["model", "2048", "5000"]),
+        ({"grid": {}, "model": {"hidden": "wide"}}, ["model.hidden", "integer", "'wide'"]),
+        ({"grid": {}, "model": {"rms_eps": None}}, ["model.rms_eps", "a number", "None"]),
+        ({"grid": {}, "model": {"kv_heads": 0}}, ["model", "kv_heads", "at least 1", "0"]),
+        ({"grid": 3}, ["grid: must be a mapping of keys, got 3"]),
+        ({"cases": {"tokens": 1}}, ["cases: must be a list, got {'tokens': 1}"]),
+        ({"grid": {}, "notebooks": "20_report"}, ["notebooks: must be a list", "'20_report'"]),
         ({"seed": 1}, ["names no case"]),
     ],
 )
@@ -94,6 +101,21 @@ def test_a_combination_that_no_build_takes_is_refused_before_anything_is_built(c
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ({"backend": "hip"}, ["backend hip", "not built yet", "interpreter"]),
+        ({"layers": 2}, ["layers 2", "not built yet", "use 1"]),
+        ({"model": {"kv_heads": 8}}, ["not built yet", "2 kv heads"]),
+        ({"model": {"max_context": 1024}}, ["max_context 1024", "got 2048"]),
+    ],
+)
+def test_what_no_case_could_run_is_refused_before_anything_is_built(data, parts):
+    text = sentence({"grid": {"context": 2048}} | data)
+    for part in parts:
+        assert part in text
+
+
 def test_several_problems_make_one_sentence_that_counts_the_others():
     text = sentence({"grid": {"tokens": 99, "tp": 3}})
     assert "99" in text
@@ -102,11 +124,17 @@ def test_several_problems_make_one_sentence_that_counts_the_others():
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [("grid: [1", "not valid YAML at line"), ("- 1\n- 2\n", "mapping"), ("", "mapping")],
+    [
+        ("grid: [1", "not valid YAML at line"),
+        ("- 1\n- 2\n", "mapping"),
+        ("", "an empty file"),
+        ("title: \xfc", "UTF-8 text, byte 7 is 0xfc"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
+    ],
 )
 def test_a_file_that_is_no_mapping_is_refused_by_name(tmp_path, content, part):
     path = tmp_path / "odd.yaml"
-    path.write_text(content)
+    path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ParamsError, match=part) as caught:
         load(path)
     assert str(path) in str(caught.value)
@@ -118,7 +146,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 
 def test_a_case_survives_the_way_to_its_own_process():
-    case = Case(tokens=4, q_len=2, context=900, model=(("hidden", 2048), ("inter", 512)))
+    case = Case(tokens=4, q_len=2, context=900, model=MODEL)
     assert Case.from_json(case.to_json()) == case
 
 

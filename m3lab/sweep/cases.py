@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from m3lab.placement import Placement
 from m3lab.shapes import CacheLayout, ModelShape, RankShape
 
 if TYPE_CHECKING:
@@ -76,6 +77,21 @@ class Case:
                 f"tp {self.tp}: the kernel is built for TP width {BUILT_TP[0]} so far, "
                 "as four ranks or solo"
             )
+        if self.backend == "hip":
+            raise ValueError(
+                "backend hip: launching on a HIP device is not built yet; use auto or interpreter"
+            )
+        if self.layers > 1:
+            raise ValueError(
+                f"layers {self.layers}: rotating layers is for timing on a HIP device, "
+                "which is not built yet; use 1"
+            )
+        if self.context > self.shape.model.max_context:
+            raise ValueError(
+                f"context must be at most the model's max_context "
+                f"{self.shape.model.max_context}, got {self.context}"
+            )
+        Placement(self.shape, self.tokens, self.npes)  # refuses what no kernel is laid out for
         if self.until is None:
             raise ValueError("until null: the stages after the output projection are not built yet")
 

@@ -22,6 +22,14 @@ STAGES = ("output",)  # the stages a truncated build may end with, so far
 MAX_CONTEXT = 1 << 20
 NOTEBOOKS = ("10_sweep_tokens", "20_report")
 
+# What pydantic's own types are called in a parameter file.
+CONTAINERS = {
+    "model_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "list_type": "a list",
+    "string_type": "text",
+}
+
 
 class ParamsError(ValueError):
     """A parameter file that cannot be used: one sentence with file, key, value and range."""
@@ -39,7 +47,8 @@ def _integer(low: int, high: int) -> BeforeValidator:
 def _one_of(*allowed: Any) -> BeforeValidator:
     def check(value: Any) -> Any:
         if not any(value == a and type(value) is type(a) for a in allowed):
-            raise ValueError(f"must be one of {', '.join(str(a).lower() for a in allowed)}")
+            words = ("null" if a is None else str(a).lower() for a in allowed)
+            raise ValueError(f"must be one of {', '.join(words)}")
         return value
 
     return BeforeValidator(check)
@@ -139,23 +148,42 @@ def load(path: str | Path) -> Params:
     """The validated parameters in ``path`` (YAML); ParamsError is one sentence on what is wrong."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise ParamsError(
             f"{path}: cannot read the parameter file ({exc.strerror or exc})"
         ) from exc
+    except UnicodeDecodeError as exc:
+        raise ParamsError(
+            f"{path}: must be UTF-8 text, byte {exc.start} is {exc.object[exc.start]:#x}"
+        ) from exc
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         problem = getattr(exc, "problem", None) or "malformed"
         raise ParamsError(f"{path}: not valid YAML{where}: {problem}") from exc
     if not isinstance(data, dict):
+        given = "an empty file" if data is None else repr(data)[:80]
         raise ParamsError(
-            f"{path}: must be a mapping of keys such as grid, cases, seed; got {data!r}"
+            f"{path}: must be a mapping of keys such as grid, cases, seed; got {given}"
         )
     return parse(data, str(path))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Plain YAML, but a key given twice is an error: YAML would drop the first one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def parse(data: dict[str, Any], source: str) -> Params:
@@ -185,6 +213,10 @@ def _check_model(model: dict[str, Any], source: str) -> None:
             raise ParamsError(
                 f"{source}: model.{key}: unknown key; known keys are {', '.join(known)}"
             )
+        number = int if isinstance(known[key].default, int) else (int, float)
+        if isinstance(model[key], bool) or not isinstance(model[key], number):
+            kind = "an integer" if number is int else "a number"
+            raise ParamsError(f"{source}: model.{key}: must be {kind}, got {model[key]!r}")
     try:
         ModelShape(**model)
     except (TypeError, ValueError) as exc:
@@ -203,6 +235,8 @@ def _sentence(exc: ValidationError, source: str) -> str:
         text = f"{source}: {key}: unknown key (value {first['input']!r}); known keys are {known}"
     elif first["type"] == "value_error":
         text = f"{source}: {key}: {first['ctx']['error']}, got {first['input']!r}"
+    elif first["type"] in CONTAINERS:
+        text = f"{source}: {key}: must be {CONTAINERS[first['type']]}, got {first['input']!r}"
     else:
         text = f"{source}: {key}: {first['msg'].lower()}, got {first['input']!r}"
     more = len(errors) - 1

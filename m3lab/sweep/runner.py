@@ -74,7 +74,7 @@ def sweep(
         raise parameter_files.ParamsError(f"--jobs must be at least 1, got {jobs}")
     given = parameter_files.load(file)
     cases = select(given.expand(), only)
-    find_notebooks(given.notebooks)
+    find_notebooks(given.notebooks, file)
     name = run or f"{Path(file).stem}-{results.code_fingerprint()[:8]}"
     folder = results.open_folder(Path(results_dir), name)
     meta = _begin(folder, given, Path(file))
@@ -121,7 +121,11 @@ def select(cases: list[Case], only: str | None) -> list[Case]:
     if not only:
         return cases
     kept = cases
-    for term in filter(None, (t.strip() for t in only.split(","))):
+    for term in (t.strip() for t in only.split(",")):
+        if not term:
+            raise parameter_files.ParamsError(
+                f"--only {only}: an empty term; give key=value or a part of a case's name"
+            )
         key, eq, value = term.partition("=")
         if eq and key not in Case.__dataclass_fields__:
             known = ", ".join(Case.__dataclass_fields__)
@@ -136,13 +140,15 @@ def select(cases: list[Case], only: str | None) -> list[Case]:
     return kept
 
 
-def find_notebooks(names: list[str]) -> list[Path]:
-    """The notebooks' paths; ParamsError for one that does not exist."""
+def find_notebooks(names: list[str], file: str | Path) -> list[Path]:
+    """The paths of the notebooks that ``file`` names; ParamsError for one that does not exist."""
     paths = [results.NOTEBOOK_DIR / f"{name}.ipynb" for name in names]
     for name, path in zip(names, paths, strict=True):
-        if not path.exists():
+        if "/" in name or not path.exists():
             there = ", ".join(sorted(p.stem for p in results.NOTEBOOK_DIR.glob("*.ipynb")))
-            raise parameter_files.ParamsError(f"notebooks: no notebook {name!r}; there are {there}")
+            raise parameter_files.ParamsError(
+                f"{file}: notebooks: no notebook {name!r}; there are {there or 'none'}"
+            )
     return paths
 
 
