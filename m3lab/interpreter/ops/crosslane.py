@@ -10,6 +10,7 @@ lowering (gpu.shuffle).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def _calls(*names: str, types: tuple[str, ...] = ("i32", "f32", "i64")) -> tuple
     return tuple(f"llvm.call_intrinsic:{n}{t and '.' + t}" for n in names for t in ("", *types))
 
 
+@cache
 def lane_index(device: torch.device | str) -> Tensor:
-    """[1, 1, 64] int64: each lane's own number."""
+    """[1, 1, 64] int64: each lane's own number (shared: never write to it)."""
     return torch.arange(LANES, device=device).reshape(1, 1, LANES)
 
 
@@ -193,25 +195,36 @@ _DPP_WHOLE: dict[int, Any] = {
 }
 
 
+@cache
+def _dpp_plan(
+    control: int, row_mask: int, bank_mask: int, bound: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(lane to take, lane that counts as read, lanes that get 0, lanes that take the move).
+
+    None: no lane gets 0; every lane takes it.
+    """
+    lane = lane_index(device)
+    source, exists = dpp_source(control, device)
+    on = (((row_mask >> (lane // ROW)) & 1) & ((bank_mask >> ((lane % ROW) // 4)) & 1)) != 0
+    takes = on if bound else on & exists
+    return (
+        source,
+        torch.where(on & exists, source, lane),
+        None if not bound or bool(exists.all()) else ~exists,
+        None if bool(takes.all()) else takes,
+    )
+
+
 def _dpp(op: Op, old: Tensor, value: Tensor, immediates: tuple[Tensor | None, ...]) -> Moved:
     names = ("dppCtrl", "rowMask", "bankMask", "boundCtrl")
     control, row_mask, bank_mask, bound = (
         immediate(op, name, v) for name, v in zip(names, immediates, strict=True)
     )
-    lane = lane_index(value.device)
-    source, exists = dpp_source(control, value.device)
-    on = (((row_mask >> (lane // ROW)) & 1) & ((bank_mask >> ((lane % ROW) // 4)) & 1)) != 0
-    moved = take_lanes(value, source)
-    source = torch.where(on & exists, source, lane)
-    edged = 0x101 <= control <= 0x11F or control in _HAS_EDGE
-    if edged and bound:
-        moved = torch.where(exists, moved, torch.zeros((), dtype=moved.dtype, device=moved.device))
-    if (row_mask, bank_mask) == (15, 15) and (bound or not edged):
-        return moved, source
-    return torch.where(on if bound else on & exists, moved, old), source
-
-
-_HAS_EDGE = (0x130, 0x138, 0x142, 0x143)  # with the row shifts: a lane may have no source
+    take, read, zero, takes = _dpp_plan(control, row_mask, bank_mask, bool(bound), value.device)
+    moved = take_lanes(value, take)
+    if zero is not None:
+        moved = torch.where(zero, torch.zeros((), dtype=moved.dtype, device=moved.device), moved)
+    return moved if takes is None else torch.where(takes, moved, old), read
 
 
 @_cross(("rocdl.update.dpp", *_calls("llvm.amdgcn.update.dpp")), (1, 0))
