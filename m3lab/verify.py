@@ -39,7 +39,6 @@ ATTENTION_ORDER = (
 ORDER = (*ATTENTION_ORDER, *verify_mlp.ROUTER_ORDER, *verify_mlp.EXPERTS_ORDER, "ranks", "nan")
 # what every rank computes for itself and must agree on, bit for bit
 SAME_ON_RANKS = ("a", "h_mid", "xn8", "xsc", "keys", "sigmoids", "experts", "weights", "ar_out")
-TOKENS_SECOND = ("partials", "ffn", "keys", "sigmoids")  # the token axis is their second
 
 
 def verify(step: DecodeStep, result: StepResult) -> list[Verdict]:
@@ -173,20 +172,11 @@ def _partial_reference(step: DecodeStep, views: RankViews, w_o: Tensor) -> Tenso
     return _project(step, rows, w_o)
 
 
-def _live(step: DecodeStep, views: RankViews, name: str) -> Tensor | None:
-    """A published tensor's live rows."""
-    tensor = views.tensors().get(name)
-    if tensor is None:
-        return None
-    return tensor[:, : step.live_rows] if name in TOKENS_SECOND else tensor[: step.live_rows]
-
-
 def _no_nan(step: DecodeStep, views: RankViews, rank: int) -> Verdict:
     """No live row holds a NaN, in any format."""
     found = 0
     for name in views.tensors():
-        live = _live(step, views, name)
-        assert live is not None
+        live = views.rows(name, step.live_rows)
         if live.is_floating_point():
             found += int(live.isnan().sum())
         elif name in ("attnq", "xn8"):
@@ -200,10 +190,9 @@ def _ranks_agree(step: DecodeStep, ranks: list[RankViews]) -> Iterator[Verdict]:
     """Every rank sums and routes for itself; one that differed would push into another's rows."""
     for rank, views in enumerate(ranks[1:], 1):
         unequal = 0
-        for name in SAME_ON_RANKS:
-            mine, first = _live(step, views, name), _live(step, ranks[0], name)
-            if mine is not None and first is not None:
-                unequal += unequal_bits(mine, first)
+        for name in views.tensors().keys() & set(SAME_ON_RANKS):
+            mine, first = (v.rows(name, step.live_rows) for v in (views, ranks[0]))
+            unequal += unequal_bits(mine, first)
         yield exactly("ranks", rank, None, unequal, "against rank 0")
 
 

@@ -16,6 +16,8 @@ from m3lab.memory import Allocation, PeerBuffers, Scratch
 if TYPE_CHECKING:
     from m3lab.step import DecodeStep
 
+TOKENS_SECOND = ("partials", "ffn", "keys", "sigmoids")  # views whose token axis is the second
+
 
 @dataclass
 class RankViews:
@@ -59,6 +61,11 @@ class RankViews:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"this build does not publish {name}")
         return tensor
+
+    def rows(self, name: str, rows: int) -> Tensor:
+        """The first ``rows`` rows of a published tensor."""
+        tensor = self[name]
+        return tensor[:, :rows] if name in TOKENS_SECOND else tensor[:rows]
 
     def tensors(self) -> dict[str, Tensor]:
         """Every published tensor, by name."""
