@@ -65,11 +65,11 @@ class Placement:
             raise ValueError(
                 f"peers must be 1 (solo) or the TP width {self.shape.tp}, got {self.npes}"
             )
-        if self.shape.kv_heads != 1 or self.shape.q_heads != TILE_ROWS:
+        if self.shape.kv_heads != 1 or self.shape.q_heads > TILE_ROWS:
             raise ValueError(
                 f"not built yet: a rank of {self.shape.q_heads} query and "
                 f"{self.shape.kv_heads} kv heads (TP width {self.shape.tp}); "
-                f"this build takes {TILE_ROWS} query heads on 1 kv head"
+                f"this build takes up to {TILE_ROWS} query heads on 1 kv head"
             )
         need = self.split_tasks + (0 if self.wide else max(self.o_tasks, self.down_tasks))
         if self.blocks < need:
@@ -261,8 +261,14 @@ class Placement:
 
     @property
     def partial_words(self) -> int:
-        """The split's partial outputs: every wave's [head][dim], fp32."""
-        return WAVES * self.shape.o_k
+        """The split's partial outputs: every wave's [head][dim], fp32, of a whole matrix operand's
+        heads (a rank with fewer repeats them)."""
+        return WAVES * self.operand_words
+
+    @property
+    def operand_words(self) -> int:
+        """Elements of the query heads that share a kv head, as a matrix operand holds them."""
+        return TILE_ROWS * self.shape.model.head_dim
 
     @property
     def pool_words(self) -> int:
@@ -293,9 +299,9 @@ class Placement:
         words = {
             "pool": self.pool_words,
             "red": THREADS * 4,
-            "q8": self.shape.o_k // 4,
+            "q8": self.operand_words // 4,
             "partials": 4 if self.wide else self.partial_words,
-            "heads": 2 * WAVES * self.shape.q_heads + WAVES,
+            "heads": 2 * WAVES * TILE_ROWS + WAVES,
             "keys": THREADS,
             "ranks": THREADS,
             "blocks": 4,

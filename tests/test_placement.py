@@ -135,7 +135,7 @@ def test_peers_must_be_the_tp_width_or_one():
         Placement(SHAPE, 1, npes=2)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_of_other_widths_are_refused_until_they_are_built(tp):
     with pytest.raises(ValueError, match=f"not built yet.*TP width {tp}"):
         Placement(RankShape(tp=tp), 1, npes=1)

@@ -30,7 +30,7 @@ from m3lab.kernels.wave import (
     mod,
 )
 from m3lab.memory_layout import N_SPLIT, WORD_BYTES
-from m3lab.placement import WAVES
+from m3lab.placement import THREADS, TILE_ROWS, WAVES
 from m3lab.shapes import PAGE_TOKENS
 
 FP8_MAX = 448.0
@@ -146,8 +146,28 @@ def query_unit(head, unit):
 
 
 def request_query(ctx, token):
-    """Four bf16 of the token's query heads, [head][dim] over the threads."""
-    return isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + ctx.tid * 8, 2)
+    """Four bf16 of the token's query heads, [head][dim] over the threads. A rank with fewer heads
+    than a matrix operand has rows repeats them, so that every row is finite."""
+    unit = row_unit(ctx)
+    return isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + unit * 8, 2)
+
+
+def row_unit(ctx):
+    """The four elements of an attention row that this thread holds; rows of fewer elements than
+    4 a thread are repeated over the threads."""
+    units = ctx.build.shape.o_k // 4
+    return mod(ctx.tid, units) if units < THREADS else ctx.tid
+
+
+@traced
+def first_of_row(ctx, put):
+    """Call ``put`` on the threads whose ``row_unit`` is not a repeated one."""
+    units = ctx.build.shape.o_k // 4
+    if const_expr(units < THREADS):
+        if ctx.tid < units:
+            put()
+    else:
+        put()
 
 
 def quantize_query(ctx, query):
@@ -185,7 +205,7 @@ def valid_scales(tiles, lane_keys):
 
 def heads_at(ctx, what, head):
     """LDS word of a head's eight wave values: ``what`` 0 maxima, 1 sums."""
-    return (what * ctx.build.shape.q_heads + head) * WAVES
+    return (what * TILE_ROWS + head) * WAVES
 
 
 @traced
@@ -229,7 +249,8 @@ def weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys):
 def partial_at(ctx, wave, head, unit):
     """LDS word of a wave's partial output, ``unit`` counting four dims of ``head``: rotated so
     that neither the heads of a store nor the dims of a load meet in one bank."""
-    return wave * ctx.build.shape.o_k + head * ctx.build.shape.model.head_dim + (unit ^ head) * 4
+    head_dim = ctx.build.shape.model.head_dim
+    return (wave * TILE_ROWS + head) * head_dim + (unit ^ head) * 4
 
 
 def multiply_values(ctx, tiles, weights, lane_keys):
@@ -264,7 +285,7 @@ def publish(ctx, task, head_max, v_max):
     scale = v_max * (1.0 / FP8_MAX)
     out = [(scale * fold([part[i] for part in parts], add)) * inverse for i in range(4)]
     at = task * shape.o_k + ctx.tid * 4
-    mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out)
+    first_of_row(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out))
     if ctx.tid < shape.q_heads:  # wave 0's lane of head tid: its own maximum is the head's
         total = fold(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
         at = task * shape.q_heads + ctx.tid
@@ -291,10 +312,11 @@ def await_partitions(ctx, token):
 def poll_partitions(ctx, token):
     """Every partition's (maximum, sum) of this thread's head and its four outputs."""
     shape = ctx.build.shape
-    head = div(ctx.tid, HEAD_THREADS)
+    unit = row_unit(ctx)
+    head = div(unit, HEAD_THREADS)
     parts = [token * N_SPLIT + i for i in range(N_SPLIT)]
     heads = [part * shape.q_heads + head for part in parts]
-    outs = [div(part * shape.o_k + ctx.tid * 4, 2) for part in parts]
+    outs = [div(part * shape.o_k + unit * 4, 2) for part in parts]
     requests = [Request(scratch_box(ctx, "sp_m"), index) for index in heads]
     requests += [Request(scratch_box(ctx, "sp_l"), index) for index in heads]
     requests += [Request(scratch_box(ctx, "sp_o"), index, 2) for index in outs]
@@ -348,7 +370,7 @@ def publish_token(ctx, token):
     word, scale = merge_token(ctx, token)
     base = ctx.build.regions["attnq"].offset
     at = (token * (ctx.build.shape.o_k // 4) + ctx.tid) * WORD_BYTES
-    isa.store(ctx.scratch, at, word, base=base, cache=isa.DEVICE)
+    first_of_row(ctx, lambda: isa.store(ctx.scratch, at, word, base=base, cache=isa.DEVICE))
     isa.release_stores()
     isa.barrier()
     if ctx.tid == 0:

@@ -75,7 +75,14 @@ def request_shared(ctx, down):
     first, chunks = shared_first(ctx), ctx.build.place.down_chunks
     lane, present = mx.Lane(ctx.lane), down.exists & (first < chunks)
     where = (row_group(ctx, down), first, min(shared_chunks(ctx), chunks), lane)
-    return mx.request_tiles(shared_matrix(ctx, "2"), *where, present=present)
+    left = chunks - first if ends_in_a_wave(ctx) else None
+    return mx.request_tiles(shared_matrix(ctx, "2"), *where, present=present, left=left)
+
+
+def ends_in_a_wave(ctx):
+    """Whether the row ends within a wave's chunks of the shared expert (three chunks, at W=8)."""
+    chunks = ctx.build.place.down_chunks
+    return chunks % min(shared_chunks(ctx), chunks) != 0
 
 
 # ---------------------------------------------------------------------- activated rows
@@ -156,13 +163,13 @@ def multiply_shared(ctx, tiles):
     token = fx.min(ctx.row, ctx.build.tokens - 1)
     pitch = mx.scale_pitch(chunks)
     scales = scales_at(ctx, token) + (slot * MX_BLOCKS_PER_CHUNK + ctx.group) * pitch
+    if ends_in_a_wave(ctx):
+        tiles = mx.drop_scales_past(tiles, chunks - first)
     acc = matrix.zero_tile()
     for i in range(len(tiles.words)):
-        chunk = fx.min(first + i, chunks - 1)
+        chunk = fx.min(first + i, chunks - 1)  # past the end: real values, times zeros
         row = load_chunk(ctx, token, slot, chunk)
         scale = isa.lds_load(ctx.lds.pool, scales + chunk)
-        if chunks % len(tiles.words):  # the last wave's chunks may end before its tiles do
-            tiles = mx.only_if(first + i < chunks, tiles, i)
         acc = mx.multiply(tiles, i, row, scale, acc)
     return [acc[e] * ctx.build.shared_weight for e in range(4)]
 

@@ -85,10 +85,11 @@ class Tiles:
     fp8: bool
 
 
-def request_tiles(table, group, first, count, lane, *, skip=0, present=None):
+def request_tiles(table, group, first, count, lane, *, skip=0, present=None, left=None):
     """Request chunks ``first`` (even, uniform) .. + ``count`` of row group ``group`` (uniform).
 
     ``skip``: row groups further on, an even number. ``present``: without it every byte reads as 0.
+    ``left``: chunks of the row from ``first`` on, where they may be fewer: the others are zeros.
     The uniform part goes into the buffer's base: a buffer without records must be 0 at any offset,
     and whether an SGPR offset takes part in that check differs between documents.
     """
@@ -97,7 +98,8 @@ def request_tiles(table, group, first, count, lane, *, skip=0, present=None):
     scale_row = scale_cols(table.k) // 8 * SCALE_TILE_BYTES
     at = group * row_bytes + first * table.tile_bytes
     scale_at = div(group, ROW_GROUPS_PER_SCALE) * scale_row + div(first, 2) * SCALE_TILE_BYTES
-    weights = isa.buffer(table.weights + isa.i64(at), records)
+    row_records = records if left is None else isa.select(present, left * table.tile_bytes, 0)
+    weights = isa.buffer(table.weights + isa.i64(at), row_records)
     scales = isa.buffer(table.scales + isa.i64(scale_at), records)
 
     lane_at = lane.groups * row_bytes + lane.slot * (table.tile_bytes // isa.LANES)
@@ -153,10 +155,11 @@ def multiply(tiles, i, row, row_scale, acc):
     )
 
 
-def only_if(cond, tiles, i):
-    """The tiles, chunk ``i`` of them zeros with a finite scale unless ``cond`` (uniform) holds."""
-    zero = fx.Vector.from_elements([fx.Int32(0)] * tiles.words[i].numel, fx.Int32)
-    words, scales = list(tiles.words), list(tiles.scales)
-    words[i] = isa.select(cond, words[i], zero)
-    scales[i // 2] = isa.select(cond, scales[i // 2], scales[i // 2] & (0xFFFF if i % 2 else 0))
-    return Tiles(words, scales, tiles.shift, tiles.fp8)
+def drop_scales_past(tiles, left):
+    """The tiles with no scale of a chunk ``left`` or further on, an odd number: a table's padding
+    scales are NaN, and NaN times nothing is NaN."""
+    scales = [
+        isa.select(left > 2 * i + 1, word, word & fx.Int32(0xFFFF))
+        for i, word in enumerate(tiles.scales)
+    ]
+    return Tiles(tiles.words, scales, tiles.shift, tiles.fp8)
