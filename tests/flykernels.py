@@ -58,8 +58,12 @@ def lane_kernel(name: str, body: Body, n_in: int, n_out: int, block: int, grid: 
 
 
 @cache
+def _build_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="m3lab-flykernels-")  # gone with the process
+
+
 def build_cache() -> Path:
-    return Path(tempfile.mkdtemp(prefix="m3lab-flykernels-"))
+    return Path(_build_folder().name)
 
 
 def program_of(launcher: Any, n_args: int) -> Program:
