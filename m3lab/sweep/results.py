@@ -7,6 +7,7 @@ name and renamed, so a killed run leaves whole files only. What is in a row: ``m
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -40,6 +42,7 @@ VERSIONS_OF = (
     "matplotlib",
     "pydantic",
 )
+UNFINISHED = ".unfinished-"  # a file that is being written, before it is renamed
 # Files that look at results and decide none: a change in them does not make rows stale.
 LOOKING_ONLY = ("cli.py", "plots.py", "floors.py", "tables.py", "sweep/")
 
@@ -64,7 +67,7 @@ class Run:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary sibling of ``path`` and rename it there."""
     handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix
+        dir=path.parent, prefix=f"{UNFINISHED}{path.stem}-", suffix=path.suffix
     )
     os.close(handle)
     try:
@@ -93,7 +96,11 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     try:
         frame = pd.read_parquet(path)
     except Exception as exc:
-        raise ResultsError(f"{path}: not a readable parquet file ({exc})") from exc
+        raise ResultsError(
+            f"{path}: not a readable parquet file ({exc}); move it away to run its cases again"
+        ) from exc
+    if absent := {"key", "name", "status", "code"} - set(frame.columns):
+        raise ResultsError(f"{path}: not the rows of a run, it lacks {', '.join(sorted(absent))}")
     return [
         {k: None if _missing(v) else v for k, v in row.items()} for row in frame.to_dict("records")
     ]
@@ -120,6 +127,49 @@ def open_folder(results: Path, name: str) -> Path:
     return folder
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep ``folder`` for this process; ResultsError when another one writes to it.
+
+    Two sweeps of one run would each write the rows that it knows and lose the other's. The lock
+    goes with the process, however it ends.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultsError(
+                f"another sweep is writing to {folder}; wait for its end, or give another name "
+                "with --run"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove the temporary files that a killed process left (see ``write_atomic``)."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        path.unlink(missing_ok=True)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """A ``run.json``; ResultsError when it is not one."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        absent = {"run", "params_file", "parameters", "environment"} - set(meta)
+    except (OSError, ValueError, TypeError) as exc:
+        raise ResultsError(f"{path}: cannot be read as a run's description ({exc})") from exc
+    if absent or not isinstance(meta, dict):
+        raise ResultsError(
+            f"{path}: not a run's description, it lacks {', '.join(sorted(absent)) or 'keys'}"
+        )
+    return meta
+
+
 def load_run(run: str | Path, results: str | Path = RESULTS) -> Run:
     """The run at path ``run``, or named ``run`` under ``results``."""
     path = Path(run)
@@ -129,7 +179,7 @@ def load_run(run: str | Path, results: str | Path = RESULTS) -> Run:
         there = sorted(p.parent.name for p in Path(results).glob("*/run.json"))
         known = f"runs there: {', '.join(there)}" if there else "no run is there yet"
         raise ResultsError(f"no run {str(run)!r} here or under {results} ({known})")
-    meta = json.loads((path / "run.json").read_text())
+    meta = read_meta(path / "run.json")
     return Run(path, meta, pd.DataFrame(read_rows(path)))
 
 
@@ -161,6 +211,9 @@ def git_state() -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or not Path(top).samefile(HOUSE):  # an unpacked archive, even inside a checkout
+        return {"revision": None, "dirty": None}
     status = git("status", "--porcelain")
     return {"revision": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 

@@ -77,9 +77,24 @@ def sweep(
     find_notebooks(given.notebooks, file)
     name = run or f"{Path(file).stem}-{results.code_fingerprint()[:8]}"
     folder = results.open_folder(Path(results_dir), name)
-    meta = _begin(folder, given, Path(file))
+    with results.held(folder):
+        return _sweep_into(folder, given, Path(file), cases, jobs, scheduler, report, say)
 
+
+def _sweep_into(
+    folder: Path,
+    given: Params,
+    file: Path,
+    cases: list[Case],
+    jobs: int,
+    scheduler: str | None,
+    report: bool,
+    say: Callable[[str], None],
+) -> SweepResult:
+    """Run what ``folder`` lacks of ``cases``; the folder is this process's alone."""
+    results.clear_unfinished(folder)
     rows = {row["key"]: row for row in results.read_rows(folder)}
+    meta = _begin(folder, given, file)
     code = results.code_fingerprint()
     todo = [case for case in cases if not _settled(rows.get(case.key), code)]
     skipped = len(cases) - len(todo)
@@ -162,7 +177,7 @@ def _begin(folder: Path, given: Params, file: Path) -> dict[str, Any]:
     parameters = given.model_dump(mode="json")
     before: dict[str, Any] = {}
     if path.exists():
-        before = json.loads(path.read_text())
+        before = results.read_meta(path)
         if before["parameters"] != parameters:
             raise results.ResultsError(
                 f"run {folder.name} was made from other parameters ({before['params_file']}); "
@@ -274,6 +289,9 @@ def _executor(
         pool = ThreadPoolExecutor(jobs)
         try:
             yield lambda case: pool.submit(run_in_process, case, stop, jobs)
+        except BaseException:
+            stop.set()  # a row that cannot be kept: end the cases that still run
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
         return
