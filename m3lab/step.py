@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from m3lab.build import Build, build_cached, spec_key
-from m3lab.caches import KVContext, PagedCaches, random_context
+from m3lab.caches import BLOCK_TOKENS, KVContext, PagedCaches, random_context
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.memory import Allocation, PeerBuffers, Scratch, StepCounter
+from m3lab.placement import TL_POINTS
 from m3lab.reference import kernel as ref
+from m3lab.reference.kernel import Context
 from m3lab.reference.pre_attn import block_scores
 from m3lab.shapes import MAX_TOKENS, CacheLayout, ModelShape, RankShape
 from m3lab.views import RankViews, read_views
@@ -36,12 +38,22 @@ BACKENDS = ("auto", "interpreter", "hip")
 BUILT_STAGES = ("output", "router")  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
+BLOCKS = 256  # CTAs of a launch, the builder's default
 POINTER_ALIGN = 16  # the widest load of the kernel
 SPARE_BYTES = 1 << 26  # a rank's arena besides its expert tables
 EXPERT_POOL = 8  # routed experts that random weights hold: 28 MB each at full shape
 STEERING = 4.0  # taken off an absent expert's correction bias; a sigmoid and its bias are below 2
 ATTENTION_WEIGHTS = ("w_o", "s_o")
 MLP_WEIGHTS = ("g_post", "w_gate", "bias", "w13", "s13", "w2", "s2")
+
+
+class RequestKeys(Context, Protocol):
+    """A request's keys, ``caches.KVContext`` or one like it; the scales of a static cache."""
+
+    @property
+    def k_scale_static(self) -> float: ...
+    @property
+    def v_scale_static(self) -> float: ...
 
 
 @dataclass
@@ -57,18 +69,52 @@ class StepInputs:
     h_in: Tensor
     q: Tensor
     iq: Tensor
-    contexts: list[KVContext]
+    contexts: Sequence[RequestKeys]
     scores: Tensor | None = None
 
 
 @dataclass
+class Mailboxes:
+    """What all layers of a model share: every rank's scratch and step counter, the peer buffers."""
+
+    scratch: list[Scratch]
+    counters: list[StepCounter]
+    peers: PeerBuffers
+
+    @classmethod
+    def on(cls, memory: Memory, shape: RankShape, npes: int) -> Mailboxes:
+        return cls(
+            [Scratch(shape, memory, rank) for rank in range(npes)],
+            [StepCounter(memory, rank) for rank in range(npes)],
+            PeerBuffers(shape, memory, npes),
+        )
+
+    def next_step(self) -> None:
+        """Tags of a new decode step."""
+        for counter in self.counters:
+            counter.increment()
+
+    def free(self) -> None:
+        """Give the memory back. Idempotent."""
+        for scratch, counter in zip(self.scratch, self.counters, strict=True):
+            scratch.free()
+            counter.free()
+        self.peers.free()
+
+
+@dataclass
 class StepResult:
-    """One launch of every rank: its views, the interpreter's report, wall seconds (not a GPU's)."""
+    """One launch of every rank: its views, the interpreter's report, wall seconds (not a GPU's).
+
+    ``stamps``: per rank the kernel's timeline, int64 [blocks, points] ticks of 10 ns, of a step
+    made with ``timeline``; without a clock every tick is 0. See ``m3lab.timeline``.
+    """
 
     ranks: list[RankViews]
     step: int
     report: RunReport
     seconds: float
+    stamps: list[Tensor] = field(default_factory=list)
 
 
 def expert_pool(model: ModelShape, seed: int, size: int = EXPERT_POOL) -> tuple[int, ...]:
@@ -110,6 +156,9 @@ class DecodeStep:
     stage the build stops after, None builds them all. ``experts``: the routed experts that random
     weights hold (default: ``expert_pool``); the routing is steered to them through the correction
     bias, and every other expert is poisoned: its scales are NaN, its elements never written.
+    ``timeline`` builds the kernel with its stamps.
+    ``room``: keys by which ``advance`` may lengthen each request; every block then has a place of
+    its own. ``mailboxes``: those of a model whose other layers share them (default: own ones).
     Call ``prepare``, then ``run`` as often as wanted, then ``verify``.
 
     Raises ValueError with one sentence for anything out of range.
@@ -131,6 +180,9 @@ class DecodeStep:
         layer: int = 3,
         backend: str = "auto",
         memory: Memory | None = None,
+        timeline: bool = False,
+        mailboxes: Mailboxes | None = None,
+        room: int = 0,
     ) -> None:
         self.shape = shape or RankShape()
         self.model = self.shape.model
@@ -138,12 +190,17 @@ class DecodeStep:
         self.npes = self.shape.tp if npes is None else npes
         self.layout = layout or CacheLayout()
         self.until, self.seed, self.layer = until, seed, layer
+        self.timeline = timeline
         self._check_build(backend)
         self.experts = self._experts_of(experts)
         self.requests = (tokens - pad_rows) // q_len
         self.context = self._contexts_of(context)
+        self._first_context = self.context
         self.seq_lens = self._row_lengths()
+        self.room = self._room_of(room)
         self._memory = memory
+        self._shared = mailboxes
+        self._own: Mailboxes | None = None
         self._ranks: list[_Rank] = []
 
     # --- what may be asked for ---
@@ -205,6 +262,12 @@ class DecodeStep:
                 )
         return each
 
+    def _room_of(self, room: int) -> int:
+        most = self.model.max_context - max(self.context)
+        if not 0 <= room <= most:
+            raise ValueError(f"room must be in 0..{most} keys past the context, got {room}")
+        return room
+
     def _row_lengths(self) -> list[int]:
         """Keys each row sees: row j of a request of q rows sees n - (q - 1 - j); padding rows 0."""
         rows = [n - (self.q_len - 1 - j) for n in self.context for j in range(self.q_len)]
@@ -238,19 +301,53 @@ class DecodeStep:
         check_inputs(self, self.inputs)
         self.weights = weights or _random_layer(self.model, self.seed, self.experts)
         check_weights(self, self.weights)
-        self.scores = self._block_scores()
-        self.selections = [
-            [self._select(rank, row) for row in range(self.tokens)] for rank in range(self.npes)
-        ]
+        self._choose_blocks()
         self.block_table = self._block_table()
         self.build = build_for(self)
         if self._memory is None:
             from m3lab.interpreter import Memory
 
             self._memory = Memory(capacity=max(1 << 28, self._weight_bytes()))
-        self.peers = PeerBuffers(self.shape, self._memory, self.npes)
+        if self._shared is None:
+            self._own = Mailboxes.on(self._memory, self.shape, self.npes)
         self._ranks = [_Rank(self, rank, self._memory) for rank in range(self.npes)]
         return self
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """The mailboxes in use; ValueError before ``prepare`` has made them."""
+        boxes = self._shared or self._own
+        if boxes is None:
+            raise ValueError("the step has no mailboxes yet: call prepare first")
+        return boxes
+
+    @property
+    def peers(self) -> PeerBuffers:
+        return self.mailboxes.peers
+
+    def advance(self, inputs: StepInputs) -> None:
+        """Take the next decode step's inputs; its contexts may be longer, within the room.
+
+        Only the keys past the old lengths are written to the caches, as a step's insert would.
+        """
+        old = self.context
+        for i, (ctx, least) in enumerate(zip(inputs.contexts, old, strict=True)):
+            most = self._first_context[i] + self.room
+            if not least <= ctx.length <= most:
+                raise ValueError(f"request {i} must have {least}..{most} keys, got {ctx.length}")
+        self.context = [ctx.length for ctx in inputs.contexts]
+        self.seq_lens = self._row_lengths()
+        check_inputs(self, inputs)
+        self.inputs = inputs
+        self._choose_blocks()
+        for rank in self._ranks:
+            rank.rebind(old)
+
+    def _choose_blocks(self) -> None:
+        self.scores = self._block_scores()
+        self.selections = [
+            [self._select(rank, row) for row in range(self.tokens)] for rank in range(self.npes)
+        ]
 
     def _weight_bytes(self) -> int:
         """Room for every rank's weights, absent experts included: such memory is never touched."""
@@ -305,36 +402,44 @@ class DecodeStep:
         """int32 [tokens, width]: distinct shuffled ids for the blocks some rank selects.
 
         Block 0 is the padding rows' page; blocks nobody selects share a few ids of blocks that are
-        never written, so that a stray read is caught as a read of unwritten memory.
+        never written, so that a stray read is caught as a read of unwritten memory. With room to
+        grow every block is one that may be selected.
         """
-        width = max(ref.context_blocks(n)[1] for n in self.seq_lens)
-        used: set[tuple[int, int]] = set()
-        for row in range(self.tokens):
-            request = self._request_of(row)
-            if request is not None:
-                for rank in range(self.npes):
-                    used |= {(request, b) for b in self.selections[rank][row].blocks.tolist()}
+        blocks = [ref.context_blocks(n + self.room)[1] for n in self.context]
+        if self.room:
+            used = {(request, b) for request, n in enumerate(blocks) for b in range(n)}
+        else:
+            used = set().union(*(self._selected_by(rank) for rank in range(self.npes)))
         gen = torch.Generator().manual_seed(self.seed + 99)
         self.n_blocks = 1 + SPARE_BLOCKS + len(used)
         ids = (1 + torch.randperm(self.n_blocks - 1, generator=gen)).tolist()
         spare, ids = ids[:SPARE_BLOCKS], ids[SPARE_BLOCKS:]
         self.block_ids = dict(zip(sorted(used), ids, strict=True))
-        table = torch.zeros(self.tokens, width, dtype=torch.int32)
+        table = torch.zeros(self.tokens, max(blocks), dtype=torch.int32)
         for row in range(self.tokens):
             request = self._request_of(row)
             if request is None:
                 continue
-            for b in range(ref.context_blocks(self.context[request])[1]):
+            for b in range(blocks[request]):
                 table[row, b] = self.block_ids.get((request, b), spare[b % SPARE_BLOCKS])
         return table
 
+    def _selected_by(self, rank: int) -> set[tuple[int, int]]:
+        """(request, block) of everything a rank's live rows attend to."""
+        return {
+            (row // self.q_len, b)
+            for row in range(self.live_rows)
+            for b in self.selections[rank][row].blocks.tolist()
+        }
+
     # --- launching and reading back ---
 
-    def run(self, **options: Any) -> StepResult:
+    def run(self, *, new_step: bool = True, **options: Any) -> StepResult:
         """Launch every rank once and read what they published.
 
         ``options`` go to ``m3lab.interpreter.run`` (checks, seed, cta_groups, delay ...). Every run
-        is a new step: tags never repeat on the same scratch.
+        is a new step, since tags must never repeat on the same scratch; ``new_step`` False leaves
+        the counting to whoever runs several layers a step.
         """
         from m3lab.interpreter import Launch
         from m3lab.interpreter.run import run
@@ -344,8 +449,10 @@ class DecodeStep:
         assert self._memory is not None
         assert self.build.program is not None
         launches = []
+        if new_step:
+            self.mailboxes.next_step()
         for rank in self._ranks:
-            rank.begin_step()
+            rank.begin()
             args = rank.arguments()
             check_pointers(args)
             launches.append(Launch(self.build.program, list(args.values()), rank.rank))
@@ -353,7 +460,8 @@ class DecodeStep:
         report = run(launches, self._memory, **options)
         seconds = time.perf_counter() - clock
         views = [rank.views() for rank in self._ranks]
-        return StepResult(views, self._ranks[0].counter.value, report, seconds)
+        stamps = [rank.stamps() for rank in self._ranks] if self.timeline else []
+        return StepResult(views, self._ranks[0].counter.value, report, seconds, stamps)
 
     def verify(self, result: StepResult) -> list[Verdict]:
         """Every published intermediate against the kernel reference, and the end against exact."""
@@ -365,8 +473,8 @@ class DecodeStep:
         """Free the step's device memory. Idempotent."""
         for rank in self._ranks:
             rank.free()
-        if self._ranks:
-            self.peers.free()
+        if self._own is not None:
+            self._own.free()
         self._ranks = []
 
     def __enter__(self) -> DecodeStep:
@@ -377,51 +485,71 @@ class DecodeStep:
 
 
 class _Rank:
-    """One rank's device memory: weights, caches, tables, scratch, outputs."""
+    """One rank's device memory: weights, caches, tables, inputs, outputs."""
 
     def __init__(self, step: DecodeStep, rank: int, memory: Memory) -> None:
         self.step, self.rank = step, rank
         m, shape = step.model, step.shape
         prepared: PreparedLayer = prepare(step.weights, shape, rank)
-        self.scratch = Scratch(shape, memory, rank)
-        self.counter = StepCounter(memory, rank)
+        self.scratch = step.mailboxes.scratch[rank]
+        self.counter = step.mailboxes.counters[rank]
         self.caches = PagedCaches(shape, step.layout, memory, rank, step.n_blocks)
         self._fill_caches()
-        heads = slice(rank * shape.q_heads, (rank + 1) * shape.q_heads)
-        place = {
-            "h_in": step.inputs.h_in,
-            "q": step.inputs.q[:, heads].contiguous(),
-            "block_table": step.block_table,
-            "seq_lens": torch.tensor(step.seq_lens, dtype=torch.int32),
-        }
+        given = {**self._inputs(), "block_table": step.block_table}
         self.placed: dict[str, Allocation] = {
-            name: memory.place(name, t, rank=rank) for name, t in place.items()
+            name: memory.place(name, t, rank=rank) for name, t in given.items()
         }
         names = ATTENTION_WEIGHTS + (() if step.until == "output" else MLP_WEIGHTS)
         self.placed |= prepared.place(memory, names)
         row_bytes = step.tokens * m.hidden * 2
         for name in ("h_mid", "ar_out"):
             self.placed[name] = memory.alloc(name, row_bytes, rank=rank)
+        if step.timeline:
+            self.placed["tl"] = memory.alloc("tl", BLOCKS * TL_POINTS * 8, rank=rank, zero=True)
+
+    def _inputs(self) -> dict[str, Tensor]:
+        """What changes from step to step, besides the caches."""
+        step, n = self.step, self.step.shape.q_heads
+        heads = slice(self.rank * n, (self.rank + 1) * n)
+        return {
+            "h_in": step.inputs.h_in,
+            "q": step.inputs.q[:, heads].contiguous(),
+            "seq_lens": torch.tensor(step.seq_lens, dtype=torch.int32),
+        }
 
     def _fill_caches(self) -> None:
-        """The blocks this rank's rows select, and the padding rows' page 0."""
+        """The blocks this rank may attend to, and the padding rows' page 0."""
         step = self.step
-        used: dict[int, set[int]] = {}
-        for row in range(step.tokens):
-            request = step._request_of(row)
-            if request is not None:
-                chosen = step.selections[self.rank][row].blocks.tolist()
-                used.setdefault(request, set()).update(chosen)
-        for request, blocks in used.items():
-            order = sorted(blocks)
-            ids = [step.block_ids[request, b] for b in order]
-            self.caches.fill(step.inputs.contexts[request], order, ids, parts=("kv",))
+        if step.room:
+            for request, n in enumerate(step.context):
+                self._write_keys(request, 0, n)
+        else:
+            for request, block in sorted(step._selected_by(self.rank)):
+                last = min((block + 1) * BLOCK_TOKENS, step.context[request])
+                self._write_keys(request, block * BLOCK_TOKENS, last)
         if step.pad_rows:
             self.caches.fill(padding_context(step), [0], [0], parts=("kv",))
 
-    def begin_step(self) -> None:
-        """A new tag; the indexer's scores under it; no output left from the step before."""
-        self.counter.increment()
+    def _write_keys(self, request: int, first: int, last: int) -> None:
+        """Keys ``first`` .. ``last`` - 1 of a request into their cache blocks."""
+        ctx, kv = self.step.inputs.contexts[request], self.step.shape.kv_range(self.rank)
+        while first < last:
+            block, at = divmod(first, BLOCK_TOKENS)
+            n = min(BLOCK_TOKENS - at, last - first)
+            part = (slice(at, at + n), slice(kv.start, kv.stop))
+            tensors = [t(block)[part] for t in (ctx.k, ctx.v, ctx.k_scale, ctx.v_scale)]
+            self.caches.write_kv(self.step.block_ids[request, block], *tensors, first=at)
+            first += n
+
+    def rebind(self, old: Sequence[int]) -> None:
+        """The step's new inputs; the keys past the ``old`` lengths."""
+        for name, tensor in self._inputs().items():
+            self.placed[name].write(tensor)
+        for request, n in enumerate(self.step.context):
+            self._write_keys(request, old[request], n)
+
+    def begin(self) -> None:
+        """The indexer's scores under this step's tag; no output left from the launch before."""
         step = self.step
         for name in ("h_mid", "ar_out"):
             self.placed[name].write(NAN_BF16.repeat(step.tokens, step.model.hidden))
@@ -454,11 +582,13 @@ class _Rank:
         step, number = self.step, self.counter.value
         return read_views(step, self.rank, self.scratch, step.peers, self.placed, number)
 
+    def stamps(self) -> Tensor:
+        """The kernel's timeline: int64 [blocks, points] ticks of 10 ns; 0: not stamped."""
+        return self.placed["tl"].read(torch.int64, (BLOCKS, TL_POINTS))
+
     def free(self) -> None:
         for allocation in self.placed.values():
             allocation.free()
-        self.scratch.free()
-        self.counter.free()
         self.caches.free()
 
 
@@ -486,7 +616,7 @@ def build_for(step: DecodeStep, emit: Sequence[str] = ("program",)) -> Build:
 def kernel_parameters(step: DecodeStep) -> dict[str, Any]:
     """Keyword arguments of ``build_post_attn_kernel`` for this step."""
     m = step.model
-    return {
+    parameters = {
         "npes": step.npes,
         "sm_scale": m.sm_scale,
         "eps": m.rms_eps,
@@ -500,6 +630,7 @@ def kernel_parameters(step: DecodeStep) -> dict[str, Any]:
         "cache": step.layout,
         "until": step.until,
     }
+    return parameters | ({"timeline": True} if step.timeline else {})
 
 
 def _launcher(parameters: dict[str, Any]) -> tuple[Any, list[int]]:
