@@ -138,12 +138,14 @@ def test_a_padding_row_has_page_zero_and_length_zero():
 def test_the_scores_lie_in_their_region_under_this_steps_tag_only_where_they_are_read():
     step = small(2, context=[2049, 300]).prepare()
     rank = step._ranks[0]
-    rank.begin_step()
+    step.mailboxes.next_step()
+    rank.begin()
     values, current = rank.scratch.view("iscore", step=1, layer=step.layer, tokens=2)
     assert current is not None
     assert torch.equal(values[0, 0, :17], step.scores[0][0])
     assert int(current.sum()) == 17
-    rank.begin_step()
+    step.mailboxes.next_step()
+    rank.begin()
     assert not rank.scratch.view("iscore", step=1, layer=step.layer)[1].any()
 
 
