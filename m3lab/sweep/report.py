@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from m3lab import tables
-from m3lab.sweep.params import Params
+from m3lab.sweep.params import ParamsError, parse
 from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, write_atomic
 
 REPORT = "20_report"
@@ -99,7 +99,7 @@ def banner(run: Run) -> Any:
     cases = run.cases
     good = len(cases) > 0 and bool((cases["status"] == "passed").all())
     line = tables.verdict_line(cases)
-    waiting = {case.key for case in Params(**run.meta["parameters"]).expand()} - {*cases["key"]}
+    waiting = _not_run(run)
     if waiting:
         line += f"; {len(waiting)} cases of {run.meta['params_file']} have not run"
     colour = BAD if not good else PARTIAL if waiting else GOOD
@@ -108,6 +108,15 @@ def banner(run: Run) -> Any:
         f'border-radius:4px;font-size:1.15em"><b>{"PASSED" if good else "NOT PASSED"}</b>: '
         f"{html.escape(line)}.</p>"
     )
+
+
+def _not_run(run: Run) -> set[str]:
+    """Names of the cases asked for that have no row; none where the file is of an older form."""
+    try:
+        asked = parse(run.meta["parameters"], run.meta["params_file"]).expand()
+    except ParamsError:
+        return set()
+    return {case.name for case in asked} - {*run.cases["name"]}
 
 
 def environment(run: Run) -> pd.DataFrame:
