@@ -57,7 +57,7 @@ class Lds:
         epoch = self.epoch.index_select(0, rows)
         never = writer == 0
         raced = ((writer >> _WAVE_BITS) == epoch) & ((writer & 31) != (waves + 1))
-        self.reader[words * self.planes + waves] = epoch.to(torch.uint8)
+        self.reader.scatter_(0, words * self.planes + waves, epoch.to(torch.uint8))
         return never, raced
 
     def writes_race(
@@ -80,7 +80,7 @@ class Lds:
         keep = ~changed & (writer != 0)
         self.same_value_stores += int((raced & keep).sum())
         entry = (epoch << _WAVE_BITS) | (waves + 1).to(torch.int16)
-        self.writer[words] = torch.where(keep, writer, entry)
+        self.writer.scatter_(0, words, torch.where(keep, writer, entry))
         return conflict
 
 
