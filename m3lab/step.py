@@ -43,6 +43,7 @@ POINTER_ALIGN = 16  # the widest load of the kernel
 SPARE_BYTES = 1 << 26  # a rank's arena besides its expert tables
 EXPERT_POOL = 8  # routed experts that random weights hold: 28 MB each at full shape
 STEERING = 4.0  # taken off an absent expert's correction bias; a sigmoid and its bias are below 2
+OUTPUTS = ("h_mid", "ar_out")
 ATTENTION_WEIGHTS = ("w_o", "s_o")
 MLP_WEIGHTS = ("g_post", "w_gate", "bias", "w13", "s13", "w2", "s2")
 
@@ -159,6 +160,7 @@ class DecodeStep:
     ``timeline`` builds the kernel with its stamps.
     ``room``: keys by which ``advance`` may lengthen each request; every block then has a place of
     its own. ``mailboxes``: those of a model whose other layers share them (default: own ones).
+    ``outputs``: per rank the allocations of ``h_mid`` and ``ar_out`` (default: own ones).
     Call ``prepare``, then ``run`` as often as wanted, then ``verify``.
 
     Raises ValueError with one sentence for anything out of range.
@@ -182,6 +184,7 @@ class DecodeStep:
         memory: Memory | None = None,
         timeline: bool = False,
         mailboxes: Mailboxes | None = None,
+        outputs: Sequence[dict[str, Allocation]] | None = None,
         room: int = 0,
     ) -> None:
         self.shape = shape or RankShape()
@@ -199,7 +202,7 @@ class DecodeStep:
         self.seq_lens = self._row_lengths()
         self.room = self._room_of(room)
         self._memory = memory
-        self._shared = mailboxes
+        self._shared, self._outputs = mailboxes, outputs
         self._own: Mailboxes | None = None
         self._ranks: list[_Rank] = []
 
@@ -489,7 +492,7 @@ class _Rank:
 
     def __init__(self, step: DecodeStep, rank: int, memory: Memory) -> None:
         self.step, self.rank = step, rank
-        m, shape = step.model, step.shape
+        shape = step.shape
         prepared: PreparedLayer = prepare(step.weights, shape, rank)
         self.scratch = step.mailboxes.scratch[rank]
         self.counter = step.mailboxes.counters[rank]
@@ -501,9 +504,10 @@ class _Rank:
         }
         names = ATTENTION_WEIGHTS + (() if step.until == "output" else MLP_WEIGHTS)
         self.placed |= prepared.place(memory, names)
-        row_bytes = step.tokens * m.hidden * 2
-        for name in ("h_mid", "ar_out"):
+        row_bytes = step.tokens * shape.hidden * 2
+        for name in OUTPUTS if step._outputs is None else ():
             self.placed[name] = memory.alloc(name, row_bytes, rank=rank)
+        self.outputs = step._outputs[rank] if step._outputs else self.placed
         if step.timeline:
             self.placed["tl"] = memory.alloc("tl", BLOCKS * TL_POINTS * 8, rank=rank, zero=True)
 
@@ -551,8 +555,8 @@ class _Rank:
     def begin(self) -> None:
         """The indexer's scores under this step's tag; no output left from the launch before."""
         step = self.step
-        for name in ("h_mid", "ar_out"):
-            self.placed[name].write(NAN_BF16.repeat(step.tokens, step.model.hidden))
+        for name in OUTPUTS:
+            self.outputs[name].write(NAN_BF16.repeat(step.tokens, step.model.hidden))
         for row, scores in enumerate(step.scores[self.rank]):
             if scores is not None:
                 self.scratch.put("iscore", (row, 0), scores, self.counter.value, step.layer)
@@ -560,7 +564,7 @@ class _Rank:
     def arguments(self) -> dict[str, int]:
         """The kernel's arguments by name, in order; 0 for what this build does not read."""
         step, caches = self.step, self.caches
-        given = {name: allocation.addr for name, allocation in self.placed.items()}
+        given = {name: a.addr for name, a in (self.placed | self.outputs).items()}
         given |= {
             "k_cache": caches.k_addr,
             "v_cache": caches.v_addr,
@@ -580,7 +584,7 @@ class _Rank:
     def views(self) -> RankViews:
         """Read every region this build publishes."""
         step, number = self.step, self.counter.value
-        return read_views(step, self.rank, self.scratch, step.peers, self.placed, number)
+        return read_views(step, self.rank, self.scratch, step.peers, self.outputs, number)
 
     def stamps(self) -> Tensor:
         """The kernel's timeline: int64 [blocks, points] ticks of 10 ns; 0: not stamped."""
