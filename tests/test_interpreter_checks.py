@@ -39,6 +39,7 @@ EXPECTED = {
     "unwritten_bytes": (Tainted, "a store"),
     "unwritten_branch": (Tainted, "a branch"),
     "unwritten_address": (Tainted, "an address"),
+    "undefined_stored": (Tainted, "a store"),
     "unwritten_lds": (Tainted, "a store"),
     "inactive_lane": (Tainted, "a store"),
     "partial_barrier": (PartialMask, "barrier"),

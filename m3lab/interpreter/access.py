@@ -20,6 +20,7 @@ from m3lab.interpreter.errors import (
 )
 from m3lab.interpreter.machine import LANES, Active, Machine
 from m3lab.interpreter.memory import BASE, Allocation, _Miss
+from m3lab.interpreter.ops import LANE
 from m3lab.interpreter.ops.pointer import type_bytes
 from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.order import DEVICE, NONE, SYSTEM, Violation
@@ -457,6 +458,14 @@ def memrealtime(machine: Machine, op: Any, act: Active) -> None:
     else:
         value = clock.ticks(machine, act)
     machine.set(op.results[0], value)
+
+
+@machine_op("llvm.mlir.undef", "llvm.mlir.poison")
+def undefined(machine: Machine, op: Any, act: Active) -> None:
+    """A value of which every bit counts as never written."""
+    value = LANE[op.kind](op, device=machine.device)
+    known = not isinstance(value, torch.Tensor) or not machine.checks.taint
+    machine.set(op.results[0], value, None if known else taint.full_like(value))
 
 
 @machine_op("gpu.block_id")

@@ -31,8 +31,6 @@ MACHINE: dict[str, tuple[int, Callable[..., Any]]] = {}  # operations the machin
 
 _LOADS = ("llvm.load", "rocdl.raw.ptr.buffer.load")
 _DIMS = {"x": 0, "y": 1, "z": 2}
-# lane operations that must not be folded: they make fresh unknown values
-_NO_FOLD = ("llvm.mlir.undef", "llvm.mlir.poison")
 
 
 def machine_op(*kinds: str, control: bool = False) -> Callable[..., Any]:
@@ -166,10 +164,10 @@ class _Preparer:
         return Code(region.args, steps, end, captures, pure and len(steps) <= 24, counts)
 
     def bind(self, op: Op) -> tuple[int, Callable[..., Any]]:
-        if op.kind in LANE:
-            return LANE_STEP, LANE[op.kind]
         if op.kind in MACHINE:
             return MACHINE[op.kind]
+        if op.kind in LANE:
+            return LANE_STEP, LANE[op.kind]
         if op.kind in CROSS:
             fn = CROSS[op.kind]
             return SIMPLE, lambda machine, op, act: machine.cross(fn, op, act)
@@ -193,7 +191,7 @@ class _Preparer:
             value = _scalar(self.lds_offset(op.attrs["global_name"]), torch.int32)
         elif (
             op.kind in LANE
-            and op.kind not in _NO_FOLD
+            and op.kind not in MACHINE
             and not op.regions
             and all(s in self.folded for s in op.operands)
         ):

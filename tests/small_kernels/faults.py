@@ -153,6 +153,15 @@ def unwritten_address(buggy):
 
 
 @fault
+def undefined_stored(buggy):
+    def body(a, b, n, lds):
+        x = fx.Int32(llvm.mlir_undef(T.i32))
+        put(b, everyone(), x if buggy else (n > 0).select(fx.Int32(1), x))
+
+    return body
+
+
+@fault
 def unwritten_lds(buggy):
     def body(a, b, n, lds):
         isa.lds_store(lds, fx.thread_idx.x, everyone())
