@@ -274,6 +274,18 @@ def test_a_run_names_what_made_it(params, tmp_path, ran):
     assert not meta["interrupted"]
 
 
+def test_a_runs_start_is_its_first_unless_other_code_makes_every_row_anew(params, tmp_path, ran):
+    path = run(params, tmp_path).path / "run.json"
+    meta = json.loads(path.read_text()) | {"start": "2026-01-01T00:00:00+00:00"}
+    path.write_text(json.dumps(meta))
+    run(params, tmp_path)
+    assert json.loads(path.read_text())["start"] == meta["start"]
+    meta["environment"]["code"] = "other"
+    path.write_text(json.dumps(meta))
+    run(params, tmp_path)
+    assert json.loads(path.read_text())["start"] > meta["start"]
+
+
 def test_a_broken_rows_file_is_named(tmp_path):
     (tmp_path / "cases.parquet").write_text("not parquet")
     with pytest.raises(ResultsError, match=r"cases.parquet: not a readable parquet file"):

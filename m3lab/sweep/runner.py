@@ -183,13 +183,15 @@ def _begin(folder: Path, given: Params, file: Path) -> dict[str, Any]:
                 f"run {folder.name} was made from other parameters ({before['params_file']}); "
                 "give another name with --run"
             )
+    made = results.environment()
+    goes_on = before.get("environment", {}).get("code") == made["code"]  # else every row is remade
     meta = {
         "run": folder.name,
         "params_file": file.name,
         "parameters": parameters,
         "seed": given.seed,
-        "environment": results.environment(),
-        "start": before.get("start") or results.now(),
+        "environment": made,
+        "start": before["start"] if goes_on else results.now(),
         "end": None,
         "interrupted": True,  # until the end is reached
     }
