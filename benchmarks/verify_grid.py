@@ -52,7 +52,6 @@ def cases(options: argparse.Namespace) -> list[dict[str, int]]:
         for solo in (solos if tp > 1 else [1])
         for tokens in options.tokens
         for context in contexts
-        if context >= tokens or not options.build_only
     ]
 
 
