@@ -348,8 +348,9 @@ class DecodeStep:
 
     def _choose_blocks(self) -> None:
         self.scores = self._block_scores()
+        units = self.tokens * self.shape.kv_heads
         self.selections = [
-            [self._select(rank, row) for row in range(self.tokens)] for rank in range(self.npes)
+            [self._select(rank, unit) for unit in range(units)] for rank in range(self.npes)
         ]
 
     def _weight_bytes(self) -> int:
@@ -369,37 +370,33 @@ class DecodeStep:
         """The live request of ``row``; None for a padding row."""
         return None if row >= self.live_rows else row // self.q_len
 
-    def _block_scores(self) -> list[list[Tensor | None]]:
-        """[rank][row]: fp32 [blocks] scores, None where all blocks are kept unscored."""
-        out: list[list[Tensor | None]] = []
-        for rank in range(self.npes):
-            head = rank * self.model.index_heads // self.shape.tp
-            rows: list[Tensor | None] = []
-            for row in range(self.tokens):
-                blocks = ref.context_blocks(self.seq_lens[row])[1]
-                request = self._request_of(row)
-                if request is None or blocks <= self.model.topk_blocks:
-                    rows.append(None)
-                elif self.inputs.scores is not None:
-                    rows.append(self.inputs.scores[row, head, :blocks].float())
-                else:
-                    rows.append(self._reference_scores(row, request, head, blocks))
-            out.append(rows)
-        return out
+    # Every row attends once per kv head of the rank, each with an index head of its own:
+    # unit = row * kv heads + kv head. With one kv head a rank (tp 4 and 8) a unit is a row.
 
-    def _reference_scores(self, row: int, request: int, head: int, blocks: int) -> Tensor:
+    def _block_scores(self) -> list[list[Tensor | None]]:
+        """[rank][unit]: fp32 [blocks] scores, None where all blocks are kept unscored."""
+        heads = self.shape.kv_heads
+        units = [(row, head) for row in range(self.tokens) for head in range(heads)]
+        first = [rank * self.model.index_heads // self.shape.tp for rank in range(self.npes)]
+        return [[self._unit_scores(row, f + head) for row, head in units] for f in first]
+
+    def _unit_scores(self, row: int, index_head: int) -> Tensor | None:
+        """A row's block scores by an index head of the model."""
+        blocks = ref.context_blocks(self.seq_lens[row])[1]
+        request = self._request_of(row)
+        if request is None or blocks <= self.model.topk_blocks:
+            return None
+        if self.inputs.scores is not None:
+            return self.inputs.scores[row, index_head, :blocks].float()
         ctx = self.inputs.contexts[request]
         keys = torch.stack([ctx.index_k(b) for b in range(blocks)])
-        return block_scores(
-            self.inputs.iq[row, head], keys, self.seq_lens[row], self.model.sm_scale
-        )
+        iq = self.inputs.iq[row, index_head]
+        return block_scores(iq, keys, self.seq_lens[row], self.model.sm_scale)
 
-    def _select(self, rank: int, row: int) -> ref.Selection:
-        context, blocks = ref.context_blocks(self.seq_lens[row])
-        m = self.model
-        return ref.select(
-            self.scores[rank][row], blocks, context, m.init_blocks, m.local_blocks, m.topk_blocks
-        )
+    def _select(self, rank: int, unit: int) -> ref.Selection:
+        context, blocks = ref.context_blocks(self.seq_lens[unit // self.shape.kv_heads])
+        m, scores = self.model, self.scores[rank][unit]
+        return ref.select(scores, blocks, context, m.init_blocks, m.local_blocks, m.topk_blocks)
 
     def _block_table(self) -> Tensor:
         """int32 [tokens, width]: distinct shuffled ids for the blocks some rank selects.
@@ -429,10 +426,11 @@ class DecodeStep:
 
     def _selected_by(self, rank: int) -> set[tuple[int, int]]:
         """(request, block) of everything a rank's live rows attend to."""
+        per_request = self.q_len * self.shape.kv_heads
         return {
-            (row // self.q_len, b)
-            for row in range(self.live_rows)
-            for b in self.selections[rank][row].blocks.tolist()
+            (unit // per_request, b)
+            for unit in range(self.live_rows * self.shape.kv_heads)
+            for b in self.selections[rank][unit].blocks.tolist()
         }
 
     # --- launching and reading back ---
@@ -557,9 +555,10 @@ class _Rank:
         step = self.step
         for name in OUTPUTS:
             self.outputs[name].write(NAN_BF16.repeat(step.tokens, step.model.hidden))
-        for row, scores in enumerate(step.scores[self.rank]):
+        for unit, scores in enumerate(step.scores[self.rank]):
             if scores is not None:
-                self.scratch.put("iscore", (row, 0), scores, self.counter.value, step.layer)
+                at = divmod(unit, step.shape.kv_heads)
+                self.scratch.put("iscore", at, scores, self.counter.value, step.layer)
 
     def arguments(self) -> dict[str, int]:
         """The kernel's arguments by name, in order; 0 for what this build does not read."""

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from m3lab import verify_mlp
+from m3lab.caches import BLOCK_PAGES
 from m3lab.formats import E8M0_NAN, e4m3_decode
+from m3lab.memory_layout import SPARSE_TABLE_WORDS
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import rel_l2
 from m3lab.verdicts import (
@@ -37,6 +39,7 @@ ATTENTION_ORDER = (
     *("sparse_table", "sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "a_sum", "h_mid"),
 )
 ORDER = (*ATTENTION_ORDER, *verify_mlp.ROUTER_ORDER, *verify_mlp.EXPERTS_ORDER, "ranks", "nan")
+PAGES = SPARSE_TABLE_WORDS - 2  # page ids of a sparse table, before the length and a spare word
 # what every rank computes for itself and must agree on, bit for bit
 SAME_ON_RANKS = ("a", "h_mid", "xn8", "xsc", "keys", "sigmoids", "experts", "weights", "ar_out")
 
@@ -83,7 +86,7 @@ def _attention(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdic
     """Selection, split and merge of every row of one rank."""
     for row in range(step.tokens):
         yield _selection(step, views, rank, row)
-        partials = _split_reference(step, rank, row)
+        partials = split_reference(step, rank, row)
         yield close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
         yield close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
         yield close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
@@ -105,13 +108,22 @@ def _output(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) ->
 
 
 def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdict:
-    """Page ids and the sparse context length, bit for bit."""
-    chosen = step.selections[rank][row]
-    table = ref.sparse_table(chosen.blocks, step.block_table[row], step.layout.page_stride)
-    used = 8 * len(chosen.blocks)
-    got = torch.cat([views.table[row, :used], views.table[row, 128:129]])
-    want = torch.cat([table[:used], torch.tensor([chosen.n_ctx], dtype=torch.int32)])
-    return equal("sparse_table", rank, row, got, want)
+    """Page ids and the sparse context length of every kv head, bit for bit."""
+    heads = step.shape.kv_heads
+    unequal = 0
+    for head, got in enumerate(views.table[row].unflatten(-1, (heads, -1))):
+        want, used = table_reference(step, rank, row, head)
+        unequal += int((got[:used] != want[:used]).sum()) + int(got[PAGES] != want[PAGES])
+    return exactly("sparse_table", rank, row, unequal)
+
+
+def table_reference(step: DecodeStep, rank: int, row: int, head: int) -> tuple[Tensor, int]:
+    """int32 [130]: page ids, then the sparse context length; and how many page ids are used."""
+    chosen = step.selections[rank][row * step.shape.kv_heads + head]
+    table = torch.zeros(SPARSE_TABLE_WORDS, dtype=torch.int32)
+    table[:PAGES] = ref.sparse_table(chosen.blocks, step.block_table[row], step.layout.page_stride)
+    table[PAGES] = chosen.n_ctx
+    return table, BLOCK_PAGES * len(chosen.blocks)
 
 
 def _without_masked(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,33 +134,39 @@ def _without_masked(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     return got, want
 
 
-def selected_kv(step: DecodeStep, rank: int, row: int) -> tuple[Tensor, ...]:
-    """(k bytes, k scale, v bytes, v scale) of the row's selected keys, this rank's kv head."""
+def selected_kv(step: DecodeStep, rank: int, row: int, head: int = 0) -> tuple[Tensor, ...]:
+    """(k bytes, k scale, v bytes, v scale) of what the row selects under a kv head of the rank."""
     from m3lab.step import padding_context
 
     request = step._request_of(row)
     ctx = padding_context(step) if request is None else step.inputs.contexts[request]
-    head = step.shape.kv_range(rank)[0]
-    blocks = step.selections[rank][row].blocks.tolist()
-    k = torch.cat([ctx.k(b)[:, head] for b in blocks])
-    v = torch.cat([ctx.v(b)[:, head] for b in blocks])
+    blocks = step.selections[rank][row * step.shape.kv_heads + head].blocks.tolist()
+    kv = step.shape.kv_range(rank)[head]
+    k = torch.cat([ctx.k(b)[:, kv] for b in blocks])
+    v = torch.cat([ctx.v(b)[:, kv] for b in blocks])
     if step.layout.static_scale:
         return k, torch.tensor(ctx.k_scale_static), v, torch.tensor(ctx.v_scale_static)
-    k_scale = torch.cat([ctx.k_scale(b)[:, head] for b in blocks])
-    v_scale = torch.cat([ctx.v_scale(b)[:, head] for b in blocks])
+    k_scale = torch.cat([ctx.k_scale(b)[:, kv] for b in blocks])
+    v_scale = torch.cat([ctx.v_scale(b)[:, kv] for b in blocks])
     return k, k_scale, v, v_scale
 
 
-def rank_q(step: DecodeStep, rank: int, row: int) -> Tensor:
-    """fp32 [heads, 128]: the row's query heads of this rank."""
-    heads = step.shape.q_heads
-    return step.inputs.q[row, rank * heads : (rank + 1) * heads].float()
+def rank_q(step: DecodeStep, rank: int, row: int, head: int = 0) -> Tensor:
+    """fp32 [heads, 128]: the row's query heads that share a kv head of this rank."""
+    group = step.shape.heads_per_kv
+    first = rank * step.shape.q_heads + head * group
+    return step.inputs.q[row, first : first + group].float()
 
 
-def _split_reference(step: DecodeStep, rank: int, row: int) -> ref.SplitPartials:
-    n_ctx = step.selections[rank][row].n_ctx
-    k, k_scale, v, v_scale = selected_kv(step, rank, row)
-    return ref.split(rank_q(step, rank, row), k, k_scale, v, v_scale, n_ctx, step.model.sm_scale)
+def split_reference(step: DecodeStep, rank: int, row: int) -> ref.SplitPartials:
+    """A row's partitions over every query head of the rank."""
+    parts = []
+    for head in range(step.shape.kv_heads):
+        n_ctx = step.selections[rank][row * step.shape.kv_heads + head].n_ctx
+        q = rank_q(step, rank, row, head)
+        k, k_scale, v, v_scale = selected_kv(step, rank, row, head)
+        parts.append(ref.split(q, k, k_scale, v, v_scale, n_ctx, step.model.sm_scale))
+    return ref.SplitPartials(*(torch.cat(field, 1) for field in zip(*parts, strict=True)))
 
 
 def _rank_w_o(step: DecodeStep, rank: int) -> Tensor:
@@ -216,21 +234,27 @@ def _end_to_end(
 
 
 def _chained_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
-    rows = [ref.merge(*_split_reference(step, rank, row)) for row in range(step.tokens)]
+    rows = [ref.merge(*split_reference(step, rank, row)) for row in range(step.tokens)]
     return _project(step, rows, w_o)
 
 
 def _exact_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:
     """fp32 [live rows, hidden]: attention over the same keys, o_proj; nothing rounded between."""
-    rows = []
-    for row in range(step.live_rows):
-        n_ctx = step.selections[rank][row].n_ctx
-        k, k_scale, v, v_scale = selected_kv(step, rank, row)
-        keys = (e4m3_decode(k) * _column(k_scale))[:n_ctx]
-        values = (e4m3_decode(v) * _column(v_scale))[:n_ctx]
-        score = rank_q(step, rank, row) @ keys.t() * step.model.sm_scale
-        rows.append((torch.softmax(score, dim=-1) @ values).flatten())
+    rows = [
+        torch.cat([_exact_head(step, rank, row, head) for head in range(step.shape.kv_heads)])
+        for row in range(step.live_rows)
+    ]
     return torch.stack(rows) @ w_o.t() * step.weights.s_o
+
+
+def _exact_head(step: DecodeStep, rank: int, row: int, head: int) -> Tensor:
+    """fp32 [heads * 128]: the attention of the query heads that share a kv head."""
+    n_ctx = step.selections[rank][row * step.shape.kv_heads + head].n_ctx
+    k, k_scale, v, v_scale = selected_kv(step, rank, row, head)
+    keys = (e4m3_decode(k) * _column(k_scale))[:n_ctx]
+    values = (e4m3_decode(v) * _column(v_scale))[:n_ctx]
+    score = rank_q(step, rank, row, head) @ keys.t() * step.model.sm_scale
+    return (torch.softmax(score, dim=-1) @ values).flatten()
 
 
 def _column(scale: Tensor) -> Tensor:

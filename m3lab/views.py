@@ -24,7 +24,7 @@ class RankViews:
     """What one rank published, as plain tensors; None where this build does not publish it.
 
     ``sp_o`` fp32 (bf16 values) [tokens, 8, heads, 128]; ``sp_m``, ``sp_l`` fp32
-    [tokens, 8, heads]; ``table`` int32 [tokens, 130]; ``attnq`` uint8 [tokens, o_k] with
+    [tokens, 8, heads]; ``table`` int32 [tokens, kv heads * 130]; ``attnq`` uint8 [tokens, o_k] with
     ``attnq_s`` fp32 [tokens]; ``partials`` fp32 (bf16 values) [npes, tokens, hidden]: every rank's
     o_proj rows as pushed to this one; ``a`` and ``h_mid`` fp32 (bf16 values) [tokens, hidden].
     From the router: ``xn8`` uint8 E4M3 [tokens, hidden] with ``xsc`` uint8 E8M0

@@ -8,7 +8,7 @@ import torch
 from m3lab.formats import e4m3_decode, quantize_mxfp8
 from m3lab.reference import kernel as ref
 from m3lab.step import DecodeStep, RankViews, StepResult
-from m3lab.verify import rank_q, selected_kv
+from m3lab.verify import split_reference, table_reference
 
 COPIES = 8
 
@@ -33,15 +33,13 @@ def published(step: DecodeStep) -> StepResult:
 def _attention(step: DecodeStep) -> list[RankViews]:
     own, views = [], []
     for rank in range(step.npes):
-        splits, merged, tables = [], [], []
-        for row in range(step.tokens):
-            chosen = step.selections[rank][row]
-            k, ks, v, vs = selected_kv(step, rank, row)
-            q = rank_q(step, rank, row)
-            splits.append(ref.split(q, k, ks, v, vs, chosen.n_ctx, step.model.sm_scale))
-            merged.append(ref.merge(*splits[-1]))
-            pages = ref.sparse_table(chosen.blocks, step.block_table[row], step.layout.page_stride)
-            tables.append(torch.cat([pages, torch.tensor([chosen.n_ctx, 0], dtype=torch.int32)]))
+        rows = range(step.tokens)
+        splits = [split_reference(step, rank, row) for row in rows]
+        merged = [ref.merge(*split) for split in splits]
+        heads = range(step.shape.kv_heads)
+        tables = [
+            torch.cat([table_reference(step, rank, row, head)[0] for head in heads]) for row in rows
+        ]
         attnq = torch.stack([m.bytes for m in merged])
         scale = torch.stack([m.scale for m in merged])
         o_k = step.shape.o_k

@@ -77,6 +77,21 @@ def test_eight_ranks_pass():
     assert all(v.passed for v in verdicts)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_of_several_kv_heads_pass(tp):
+    step = whole(2, RankShape(MODEL, tp), context=[2200, 300])
+    assert len(step.selections[0]) == 2 * (4 // tp)
+    verdicts = verify(step, published(step))
+    assert all(v.passed for v in verdicts)
+
+
+def test_a_wrong_page_under_the_second_kv_head_is_noticed():
+    step = whole(1, RankShape(MODEL, 2), npes=1, context=2200)
+    result = published(step)
+    result.ranks[0].table[0, 130 + 5] += 1
+    assert failed(step, result) == {"sparse_table"}
+
+
 def test_a_kernel_cut_after_the_router_is_judged_to_there():
     step = whole(2, npes=1, until="router")
     verdicts = verify(step, published(step))
