@@ -61,13 +61,14 @@ def run_case(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any
     from m3lab.shapes import ModelShape, RankShape
     from m3lab.step import DecodeStep, build_for
 
+    memory = None if options.build_only else Memory(options.device)
     step = DecodeStep(
         RankShape(ModelShape(), case["tp"]),
         case["tokens"],
         context=case["context"],
         npes=1 if case["solo"] else case["tp"],
         until=None if options.until == "all" else options.until,
-        memory=None if options.build_only else Memory(options.device),
+        memory=memory,
     )
     if options.build_only:
         build_for(step)
@@ -95,6 +96,8 @@ def run_case(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any
     for v in worst.values():
         print("   ", v, flush=True)
     step.close()
+    if memory is not None:
+        memory.close()
     return row
 
 

@@ -187,6 +187,14 @@ class Memory:
         self.defined[:used] = defined[:used]
         self.writer[: used // 4] = writer[: used // 4]
 
+    def close(self) -> None:
+        """Give the arena back now (allocations and memory refer to each other, so it would wait for
+        the garbage collector); nothing of it can be used afterwards. Idempotent."""
+        for allocation in self._allocs:
+            allocation.free()
+        self._used, self._starts, self._allocs = 0, [], []
+        self._make(ALIGN)
+
     def reserve(self, nbytes: int) -> None:
         """Make room for ``nbytes`` more at once, so that growing copies nothing."""
         if self._used + nbytes > self.capacity:
