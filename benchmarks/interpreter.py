@@ -22,9 +22,9 @@ import time
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="*", default=["solo:1", "ranks:1"], help="solo:S | ranks:S")
+    parser.add_argument("--cases", nargs="*", default=["solo:1", "ranks:1"], help="solo:S ranks:S")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--until", default="output", help="stage to stop after; 'all' for the whole")
+    parser.add_argument("--until", default="all", help="stage to stop after; 'all' for the whole")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="torch threads (0: torch's default)")
