@@ -151,20 +151,20 @@ def table(model: Callable[[int, Part], float], part: Part, rows: Sequence[Row] =
 
 def write_values(path: Path, values: dict[str, float]) -> None:
     """Put fitted values into a part file, everything else as it stands."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for name, value in values.items():
         pattern = rf"(?<=\n  {name}:\n    value: )\S+"
         text, n = re.subn(pattern, f"{value:.4g}", text)
         if n != 1:
             raise ValueError(f"{path.name} must hold {name} once, found {n} times")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def write_table(path: Path, text: str) -> None:
     """Put the table between a document's marks."""
-    old = path.read_text()
+    old = path.read_text(encoding="utf-8")
     begin, end = old.index(MARKS[0]) + len(MARKS[0]), old.index(MARKS[1])
-    path.write_text(f"{old[:begin]}\n\n{text}\n\n{old[end:]}")
+    path.write_text(f"{old[:begin]}\n\n{text}\n\n{old[end:]}", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -123,7 +123,7 @@ class Shards:
 
     def _indexed(self, index: Path) -> dict[str, Path]:
         try:
-            shards = json.loads(index.read_text())["weight_map"]
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): self.path / shard for name, shard in shards.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"{index}: not an index with a weight_map ({exc})") from exc

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from m3lab.isa_report import IsaFigures
 
 PASSED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
@@ -55,7 +58,7 @@ def sweep(
         report=report,
     )
     passed = sum(row["status"] == "passed" for row in done.rows)
-    typer.echo(f"{passed} of {len(done.rows)} cases passed; rows in {done.path / 'cases.parquet'}")
+    typer.echo(f"{passed} of {done.asked} cases passed; rows in {done.path / 'cases.parquet'}")
     if done.report:
         typer.echo(f"report: {done.report}")
     if done.interrupted:
@@ -100,7 +103,7 @@ def build(
 
     if emit not in ("asm", "object"):
         raise ValueError(f"--emit must be asm or object, got {emit!r}")
-    before = isa_report.figures(_read(compare)) if compare else None
+    before = _figures_of_file(compare) if compare else None
     step = DecodeStep(
         RankShape(tp=tp),
         tokens,
@@ -124,9 +127,18 @@ def build(
     raise typer.Exit(FAILED if problems else PASSED)
 
 
+def _figures_of_file(path: Path) -> IsaFigures:
+    from m3lab import isa_report
+
+    try:
+        return isa_report.figures(_read(path))
+    except ValueError as exc:
+        raise ValueError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ValueError(f"{path}: cannot read it as assembly text ({exc})") from exc
 

@@ -172,7 +172,7 @@ def _config_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(config, str | Path):
         path = Path(config)
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as exc:
             raise ValueError(f"{path}: cannot read the model configuration ({exc})") from exc
         except json.JSONDecodeError as exc:

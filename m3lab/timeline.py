@@ -280,5 +280,5 @@ def _meta(rank: int, cta: int, name: str, value: str) -> dict[str, Any]:
 def write_trace(path: Path, table: pd.DataFrame, hops: Iterable[Hop] = ()) -> Path:
     """``trace`` as a JSON file for ui.perfetto.dev or chrome://tracing; the path."""
     content = json.dumps(trace(table, hops))
-    write_atomic(path, lambda p: p.write_text(content))
+    write_atomic(path, lambda p: p.write_text(content, encoding="utf-8"))
     return path

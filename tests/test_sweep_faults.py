@@ -4,6 +4,9 @@ Cases are stood in for: what counts here is what becomes of the rows and what is
 """
 
 import errno
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -138,6 +141,66 @@ def test_a_notebook_that_is_not_one_of_ours_is_refused_with_the_file(
     params.write_text(params.read_text().replace("[]", f"['{name}']"))
     with pytest.raises(ParamsError, match=r"four.yaml: notebooks: no notebook .*there are 00_tour"):
         run(params, tmp_path)
+
+
+def test_a_report_of_a_run_without_a_row_says_that_there_is_nothing(params, tmp_path, at_once):
+    from m3lab.sweep.report import make_report
+
+    folder = run(params, tmp_path).path
+    (folder / "cases.parquet").unlink()
+    with pytest.raises(ResultsError, match="results/r: no case of this run has ended yet"):
+        make_report(folder)
+
+
+@pytest.mark.parametrize("change", ["not json", "{}", "another model", "never ended"])
+def test_a_run_of_other_builds_or_a_broken_one_is_not_the_previous_run(
+    params, tmp_path, at_once, change
+):
+    from m3lab.sweep.report import previous_run
+
+    first = run(params, tmp_path, run="first").path
+    second = run(params, tmp_path, run="second").path
+    meta = results.read_meta(second / "run.json")
+    results.write_json(second / "run.json", meta | {"start": meta["start"] + "later"})
+    assert previous_run(second) == first
+    meta = results.read_meta(first / "run.json")
+    other = {
+        "another model": meta | {"parameters": meta["parameters"] | {"model": {"hidden": 2048}}},
+        "never ended": meta | {"end": None},
+    }
+    (first / "run.json").write_text(json.dumps(other[change]) if change in other else change)
+    assert previous_run(second) is None
+
+
+def test_an_interrupted_sweep_counts_the_cases_it_was_asked_for(params, tmp_path, monkeypatch):
+    def stop_in_the_second(case, stop=None, jobs=1):
+        if stop.is_set():
+            return row_of(case, "stopped")
+        if case.name != "s1_c100_tp4_solo":
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.wait(10)
+            return row_of(case, "stopped")
+        return row_of(case)
+
+    monkeypatch.setattr(runner, "run_in_process", stop_in_the_second)
+    done = run(params, tmp_path)
+    assert (done.asked, len(done.rows), done.interrupted) == (4, 1, True)
+
+
+def test_files_are_utf_8_whatever_the_locale(params, tmp_path):
+    """A word outside ASCII in, and a report (which has some) out, under the C locale."""
+    params.write_text("title: prüfen\ncases: [{context: 100, solo: true}]\n", encoding="utf-8")
+    code = """
+import sys
+from pathlib import Path
+from m3lab.sweep import params, results
+results.write_json(Path(sys.argv[2]), {"title": params.load(sys.argv[1]).title})
+"""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, params, tmp_path / "out.json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **plain})
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text("utf-8")) == {"title": "prüfen"}
 
 
 def test_an_archive_unpacked_inside_another_checkout_has_no_revision(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def read_part(name: str = "mi355x") -> dict[str, Any]:
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in PARTS.glob("*.yaml")))
         raise ValueError(f"no part is named {name!r}; there are: {known}")
-    return yaml.safe_load(path.read_text())
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def load_part(name: str = "mi355x") -> Part:

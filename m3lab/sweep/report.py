@@ -17,9 +17,10 @@ import pandas as pd
 
 from m3lab import tables
 from m3lab.sweep.params import ParamsError, parse
-from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, write_atomic
+from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, read_meta, write_atomic
 
 REPORT = "20_report"
+SAME_BUILDS = ("model", "until")  # parameters that make builds of one label the same build
 GOOD, PARTIAL, BAD = "#00735C", "#8A5A00", "#B3261E"
 
 
@@ -28,24 +29,32 @@ def make_report(folder: Path, notebooks: Sequence[str] = (REPORT,)) -> Path | No
 
     ResultsError names the notebook and its error when one does not run to its end.
     """
-    load_run(folder)
+    if load_run(folder).cases.empty:
+        raise ResultsError(
+            f"{folder}: no case of this run has ended yet; there is nothing to report"
+        )
     page = None
     for name in notebooks:
         notebook = execute(NOTEBOOK_DIR / f"{name}.ipynb", folder)
         if name == REPORT:
             page = folder / "report.html"
             text = to_html(notebook, title=f"M3 Lab: {folder.name}")
-            write_atomic(page, lambda p: p.write_text(text))  # noqa: B023
+            write_atomic(page, lambda p: p.write_text(text, encoding="utf-8"))  # noqa: B023
     return page
 
 
 def previous_run(folder: Path) -> Path | None:
-    """The latest finished run beside ``folder`` that began before it; None when there is none."""
-    began = load_run(folder).meta["start"]
+    """The latest finished run beside ``folder`` that began before it, of the same model and stages
+    (builds of other ones are not its predecessors); None when there is none."""
+    this = load_run(folder).meta
     earlier = []
     for path in folder.resolve().parent.glob("*/run.json"):
-        meta = json.loads(path.read_text())
-        if meta["end"] and meta["start"] < began:
+        try:
+            meta = read_meta(path)
+        except ResultsError:
+            continue  # a neighbour's fault
+        same = all(meta["parameters"].get(k) == this["parameters"].get(k) for k in SAME_BUILDS)
+        if same and meta["end"] and meta["start"] < this["start"]:
             earlier.append((meta["start"], path.parent))
     return max(earlier)[1] if earlier else None
 

@@ -42,6 +42,7 @@ VERSIONS_OF = (
     "matplotlib",
     "pydantic",
 )
+RUN_KEYS = {"run", "params_file", "parameters", "environment", "start", "end"}  # of run.json
 UNFINISHED = ".unfinished-"  # a file that is being written, before it is renamed
 # Files that look at results and decide none: a change in them does not make rows stale.
 LOOKING_ONLY = ("cli.py", "plots.py", "floors.py", "tables.py", "sweep/")
@@ -79,7 +80,8 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n"))
+    text = json.dumps(data, indent=1, sort_keys=True) + "\n"
+    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def write_rows(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -160,7 +162,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """A ``run.json``; ResultsError when it is not one."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        absent = {"run", "params_file", "parameters", "environment"} - set(meta)
+        absent = RUN_KEYS - set(meta)
     except (OSError, ValueError, TypeError) as exc:
         raise ResultsError(f"{path}: cannot be read as a run's description ({exc})") from exc
     if absent or not isinstance(meta, dict):
@@ -252,7 +254,7 @@ def device() -> str:
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:

@@ -35,9 +35,10 @@ SETTLED = ("passed", "failed")  # a row with one of these is not run again
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep did. ``rows`` are all rows of the asked cases, older ones included."""
+    """What a sweep did. ``asked``: cases; ``rows``: all their rows, older ones included."""
 
     path: Path
+    asked: int
     rows: list[dict[str, Any]]
     skipped: int
     interrupted: bool
@@ -114,7 +115,7 @@ def _sweep_into(
         from m3lab.sweep.report import make_report
 
         page = make_report(folder, notebooks=given.notebooks)
-    return SweepResult(folder, asked, skipped, interrupted, page)
+    return SweepResult(folder, len(cases), asked, skipped, interrupted, page)
 
 
 def default_jobs() -> int:
@@ -337,16 +338,16 @@ def run_in_process(
             process.stdin.write(case.to_json().encode())
             process.stdin.close()
             ended = _await(process, case.timeout_s, stop)
-        text = log.read_text(errors="replace").strip()
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
         if ended is not None:
             fields = {"status": ended, "error": f"no result after {case.timeout_s} s"}
         elif out.exists():
-            fields = json.loads(out.read_text())
+            fields = json.loads(out.read_text(encoding="utf-8"))
         else:
             last = "\n".join(text.splitlines()[-12:]) or "no output"
             fields = {
                 "status": "crashed",
-                "error": f"the case's process ended with code {process.returncode}: {last}",
+                "error": f"the case's process ended with {_ending(process.returncode)}: {last}",
             }
     return {
         **_identity(case),
@@ -355,6 +356,15 @@ def run_in_process(
         "code": results.code_fingerprint(),
         **fields,
     }
+
+
+def _ending(code: int) -> str:
+    """An exit code in words: ``code -9 (SIGKILL, as when memory runs out)``."""
+    if code >= 0:
+        return f"code {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else "a signal"
+    hint = ", as when memory runs out" if name == "SIGKILL" else ""
+    return f"code {code} ({name}{hint})"
 
 
 def _environment(jobs: int) -> dict[str, str]:
