@@ -65,13 +65,21 @@ class Placement:
             raise ValueError(
                 f"peers must be 1 (solo) or the TP width {self.shape.tp}, got {self.npes}"
             )
-        if self.shape.kv_heads != 1 or self.shape.q_heads > TILE_ROWS:
+        if self.shape.heads_per_kv > TILE_ROWS:
             raise ValueError(
-                f"not built yet: a rank of {self.shape.q_heads} query and "
-                f"{self.shape.kv_heads} kv heads (TP width {self.shape.tp}); "
-                f"this build takes up to {TILE_ROWS} query heads on 1 kv head"
+                f"the query heads of a kv head must fit the {TILE_ROWS} rows of a matrix operand, "
+                f"got {self.shape.heads_per_kv}"
             )
-        need = self.split_tasks + (0 if self.wide else max(self.o_tasks, self.down_tasks))
+        if self.shape.kv_heads > 2:
+            raise ValueError(
+                f"not built yet: a rank of {self.shape.q_heads} query and {self.shape.kv_heads} kv "
+                f"heads (TP width {self.shape.tp}): the weights and partitions that its output "
+                "projection holds do not fit a wave's registers"
+            )
+        # one kv head's splits and the widest other stage side by side; every split task of a step
+        # on a CTA of its own, since a long context's splits wait for each other
+        beside = 0 if self.wide else max(self.o_tasks, self.down_tasks)
+        need = max(N_SPLIT * self.tokens + beside, self.split_tasks)
         if self.blocks < need:
             raise ValueError(
                 f"a step of {self.tokens} tokens needs at least {need} CTAs, got {self.blocks}"
@@ -155,7 +163,8 @@ class Placement:
             "o": self.split_tasks + self.merge_tasks,
             "router": self.split_tasks + self.merge_tasks + self.o_tasks,
             "ug": 0,
-            "down": self.split_tasks,
+            # past the split CTAs where the grid is wide enough; a down task never wraps
+            "down": max(0, min(self.split_tasks, self.blocks - self.down_tasks)),
         }
         base = {name: first % self.blocks for name, first in base.items()}
         if not self.wide:
@@ -271,6 +280,17 @@ class Placement:
         return TILE_ROWS * self.shape.model.head_dim
 
     @property
+    def split_in_pool(self) -> bool:
+        """The split's partials take their turn with the pool, where LDS is short: in the wide form
+        and on a rank of several kv heads, whose mid rows are long."""
+        return self.wide or self.shape.kv_heads > 1
+
+    @property
+    def tile_words(self) -> int:
+        """Partial tiles of an up / gate task, gate and up, of two tasks that take turns."""
+        return 2 * 2 * THREADS * 4
+
+    @property
     def pool_words(self) -> int:
         """The pool that the stages take turns with."""
         s, slots = self.tokens, self.shape.model.top_k + 1
@@ -279,7 +299,8 @@ class Placement:
             mids = slots * self.shape.inter  # as bf16 pairs, then as MXFP8 with its scales
             mid_words = mids // 2 + mids // 4 + self.mid_scale_row
             xn_words = max(self.shape.hidden // 2, self.xn8_row + self.xn_scale_row)
-            return s * max(xn_words, mid_words, self.o_row)
+            rows = s * max(xn_words, mid_words, self.o_row)
+            return max(rows, self.partial_words) if self.split_in_pool else rows
         up_gate = s * (self.xn8_row + self.xsc_row + self.shape.model.experts)
         return max(
             self.partial_words,
@@ -287,6 +308,25 @@ class Placement:
             (slots * s + 1) * (self.mid_row + self.midsc_row),
             o_rows,
         )
+
+    @property
+    def partials_words(self) -> int:
+        """The array of partials beside the pool: the narrow up / gate tasks', and the split's
+        where they are not in the pool."""
+        if self.wide:
+            return 4
+        return self.tile_words if self.split_in_pool else max(self.tile_words, self.partial_words)
+
+    @property
+    def shared_rounds(self) -> int:
+        """The most shared tasks that a CTA runs."""
+        return -(-self.shared_tasks // self.blocks)
+
+    @property
+    def down_in_flight(self) -> int:
+        """Tokens whose down weights are in flight when the down products start: two, one where a
+        token's fill too many registers."""
+        return 2 if self.down_chunks <= 6 else 1
 
     @property
     def union_max(self) -> int:
@@ -300,7 +340,7 @@ class Placement:
             "pool": self.pool_words,
             "red": THREADS * 4,
             "q8": self.operand_words // 4,
-            "partials": 4 if self.wide else self.partial_words,
+            "partials": self.partials_words,
             "heads": 2 * WAVES * TILE_ROWS + WAVES,
             "keys": THREADS,
             "ranks": THREADS,

@@ -48,7 +48,7 @@ def assembly(tokens=1, **changes):
         ({"heads": IndexHeads(4, 1)}, "not built yet: the selection with four index heads"),
         ({"fuse_k1": True}, "not built yet: the fused pre-attention kernel"),
         ({"tokens": 2, "blocks": 200}, "at least 208 CTAs, got 200"),
-        ({"shape": RankShape(tp=2), "npes": 2}, "not built yet: a rank of 32 query"),
+        ({"shape": RankShape(tp=1), "npes": 1}, "not built yet: a rank of 64 query"),
     ],
 )
 def test_an_unsupported_build_is_refused_in_one_sentence(changes, sentence):

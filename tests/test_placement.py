@@ -135,10 +135,24 @@ def test_peers_must_be_the_tp_width_or_one():
         Placement(SHAPE, 1, npes=2)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_ranks_of_other_widths_are_refused_until_they_are_built(tp):
-    with pytest.raises(ValueError, match=f"not built yet.*TP width {tp}"):
-        Placement(RankShape(tp=tp), 1, npes=1)
+def test_a_rank_of_the_whole_model_is_refused_until_it_is_built():
+    with pytest.raises(ValueError, match=r"not built yet.*TP width 1"):
+        Placement(RankShape(tp=1), 1, npes=1)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_down_tasks_have_a_cta_each_and_do_not_wrap(tp, tokens):
+    place = Placement(RankShape(tp=tp), tokens, npes=tp)
+    assert 0 <= place.bases["down"] <= place.blocks - place.down_tasks
+    assert place.lds_bytes <= LDS_BYTES
+
+
+def test_on_two_ranks_the_splits_partials_take_their_turn_in_the_pool():
+    place = Placement(RankShape(tp=2), 4, npes=2)
+    assert place.pool_words >= place.partial_words
+    assert place.partials_words == 2 * 2 * 512 * 4
+    assert not Placement(RankShape(tp=4), 4).split_in_pool
 
 
 def test_a_shape_whose_lds_does_not_fit_is_refused():

@@ -46,22 +46,22 @@ BATCH_PER_PARTITION = 3  # a merge polls each partition's maximum, sum and outpu
 
 @traced
 def split(ctx):
-    """Every (token, partition) of the step, task = token * N_SPLIT + partition."""
+    """Every (token, kv head, partition) of the step, the partition counting fastest."""
     place = ctx.build.place
     for task in range(first_task(ctx, "split"), place.split_tasks, place.blocks):
         split_task(ctx, fx.Int32(task))
 
 
 def split_task(ctx, task):
-    token, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
+    unit, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
     # the query is on its way, and then in LDS, before the selection's own waits and barriers
-    query = request_query(ctx, token)
-    row = row_of(ctx, token)
+    query = request_query(ctx, unit)
+    row = row_of(ctx, unit)
     candidate = request_candidate(ctx, row)
     quantize_query(ctx, query)
     n_ctx = select_blocks(ctx, row, partition, candidate)
     stamp(ctx, 17)
-    tiles = load_tiles(ctx)
+    tiles = load_tiles(ctx, unit)
     stamp(ctx, 12)
     first_key = partition * ctx.build.place.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
     lane_keys = n_ctx - (first_key + 8 * ctx.group)  # this lane's valid keys, <= 0 or >= 8 too
@@ -74,7 +74,7 @@ def split_task(ctx, task):
     multiply_values(ctx, tiles, weights, lane_keys)
     isa.barrier()
     stamp(ctx, 15)
-    publish(ctx, task, head_max, v_max)
+    publish(ctx, unit, partition, head_max, v_max)
     isa.barrier()
 
 
@@ -93,7 +93,7 @@ class Tiles:
     v_scales: list[Any]
 
 
-def load_tiles(ctx):
+def load_tiles(ctx, unit):
     """Request this wave's two pages of K, of V and their scales.
 
     A block's pages are consecutive, so the wave's page sits in the buffer's 64-bit base and a
@@ -105,9 +105,10 @@ def load_tiles(ctx):
     first = ctx.wave * KEY_TILES
     block_page = isa.uniform(isa.lds_load(ctx.lds.blocks, div(first, pages)))
     page = isa.i64(block_page + mod(first, pages))
-    page_bytes = shape.kv_heads * shape.model.head_dim * PAGE_TOKENS
-    k_page = isa.buffer(args.k_cache + page * page_bytes)
-    v_page = isa.buffer(args.v_cache + page * page_bytes)
+    head_bytes = shape.model.head_dim * PAGE_TOKENS
+    page_bytes = shape.kv_heads * head_bytes
+    at = page * page_bytes + head_offset(ctx, unit, head_bytes)
+    k_page, v_page = isa.buffer(args.k_cache + at), isa.buffer(args.v_cache + at)
 
     row, group = ctx.row, ctx.group
     group_bytes = PAGE_TOKENS * DIM_GROUP
@@ -122,18 +123,23 @@ def load_tiles(ctx):
     values = [
         isa.load(v_page, v_at + d * TILE_DIM_BYTES, 2) for d in range(shape.model.head_dim // 16)
     ]
-    return Tiles(
-        keys, values, load_scales(ctx, args.k_scale, page), load_scales(ctx, args.v_scale, page)
-    )
+    scales = [load_scales(ctx, unit, address, page) for address in (args.k_scale, args.v_scale)]
+    return Tiles(keys, values, *scales)
 
 
-def load_scales(ctx, address, page):
+def head_offset(ctx, unit, size):
+    """``size`` times the kv head of a row, as Int64."""
+    return isa.i64(mod(unit, ctx.build.shape.kv_heads) * size)
+
+
+def load_scales(ctx, unit, address, page):
     """The scales of this lane's eight keys."""
     if ctx.build.cache.static_scale:
         scale = isa.bits_float(isa.load(isa.buffer(address), 0))
         return [scale] * 8
-    page_bytes = ctx.build.shape.kv_heads * PAGE_TOKENS * WORD_BYTES
-    scales = isa.buffer(address + page * page_bytes)
+    head_bytes = PAGE_TOKENS * WORD_BYTES
+    page_bytes = ctx.build.shape.kv_heads * head_bytes
+    scales = isa.buffer(address + page * page_bytes + head_offset(ctx, unit, head_bytes))
     at = div(ctx.group, 2) * page_bytes + mod(ctx.group, 2) * (8 * WORD_BYTES)
     words = [isa.load(scales, at + 16 * i, 4) for i in range(2)]
     return [isa.bits_float(half[i]) for half in words for i in range(4)]
@@ -145,29 +151,33 @@ def query_unit(head, unit):
     return head * HEAD_THREADS + (unit ^ mod(div(head, 2), 8)) * 4
 
 
-def request_query(ctx, token):
-    """Four bf16 of the token's query heads, [head][dim] over the threads. A rank with fewer heads
-    than a matrix operand has rows repeats them, so that every row is finite."""
-    unit = row_unit(ctx)
-    return isa.load(isa.buffer(ctx.args.q), token * (2 * ctx.build.shape.o_k) + unit * 8, 2)
+def group_quads(ctx):
+    """Runs of four elements in the attention row of the query heads that share a kv head."""
+    return ctx.build.shape.heads_per_kv * ctx.build.shape.model.head_dim // 4
 
 
-def row_unit(ctx):
-    """The four elements of an attention row that this thread holds; rows of fewer elements than
-    4 a thread are repeated over the threads."""
-    units = ctx.build.shape.o_k // 4
-    return mod(ctx.tid, units) if units < THREADS else ctx.tid
+def thread_quad(ctx):
+    """This thread's run of four; a rank with fewer heads than a matrix operand has rows repeats
+    them over the threads, so that every row is finite."""
+    n = group_quads(ctx)
+    return mod(ctx.tid, n) if n < THREADS else ctx.tid
 
 
 @traced
-def first_of_row(ctx, put):
-    """Call ``put`` on the threads whose ``row_unit`` is not a repeated one."""
-    units = ctx.build.shape.o_k // 4
-    if const_expr(units < THREADS):
-        if ctx.tid < units:
+def unless_repeated(ctx, put):
+    """Call ``put`` on the threads whose ``thread_quad`` is not a repeated one."""
+    n = group_quads(ctx)
+    if const_expr(n < THREADS):
+        if ctx.tid < n:
             put()
     else:
         put()
+
+
+def request_query(ctx, unit):
+    """Four bf16 of the row's query heads, [head][dim] over the threads."""
+    at = (unit * group_quads(ctx) + thread_quad(ctx)) * 8
+    return isa.load(isa.buffer(ctx.args.q), at, 2)
 
 
 def quantize_query(ctx, query):
@@ -269,28 +279,31 @@ def multiply_values(ctx, tiles, weights, lane_keys):
 
 
 @traced
-def publish(ctx, task, head_max, v_max):
+def publish(ctx, unit, partition, head_max, v_max):
     """The waves' partials summed, over the sum of weights, to sp_o; maxima and sums to sp_m, sp_l.
 
     A partition with no valid key publishes m = NEG, l = 256, o = 0 and weighs nothing.
     """
     shape = ctx.build.shape
-    head, unit = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
+    head, quad = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
     weight_sum = fold(wave_values(ctx, heads_at(ctx, 1, head)), add)
     inverse = 1.0 / select(weight_sum > 0.0, weight_sum, fx.Float32(1.0))
     parts = [
-        isa.lds_load(ctx.lds.partials, partial_at(ctx, w, head, unit), 4, fx.Float32)
+        isa.lds_load(ctx.lds.partials, partial_at(ctx, w, head, quad), 4, fx.Float32)
         for w in range(WAVES)
     ]
     scale = v_max * (1.0 / FP8_MAX)
     out = [(scale * fold([part[i] for part in parts], add)) * inverse for i in range(4)]
-    at = task * shape.o_k + ctx.tid * 4
-    first_of_row(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out))
-    if ctx.tid < shape.q_heads:  # wave 0's lane of head tid: its own maximum is the head's
+    token, kv_head = div(unit, shape.kv_heads), mod(unit, shape.kv_heads)
+    part = token * N_SPLIT + partition
+    first_head = part * shape.q_heads + kv_head * shape.heads_per_kv
+    at = first_head * shape.model.head_dim + ctx.tid * 4
+    unless_repeated(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out))
+    if ctx.tid < shape.heads_per_kv:  # wave 0's lane of head tid: its own maximum is the head's
         total = fold(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
-        at = task * shape.q_heads + ctx.tid
-        mailbox.put(ctx.tag, scratch_box(ctx, "sp_m"), at, head_max)
-        mailbox.put(ctx.tag, scratch_box(ctx, "sp_l"), at, total)
+        head_at = first_head + ctx.tid
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_m"), head_at, head_max)
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_l"), head_at, total)
 
 
 # ---------------------------------------------------------------------- merge
@@ -309,17 +322,24 @@ def await_partitions(ctx, token):
     isa.barrier()
 
 
-def poll_partitions(ctx, token):
-    """Every partition's (maximum, sum) of this thread's head and its four outputs."""
+def poll_partitions(ctx, token, kv_head):
+    """Every partition's (maximum, sum) of this thread's head under a kv head, and its four
+    outputs."""
     shape = ctx.build.shape
-    unit = row_unit(ctx)
-    head = div(unit, HEAD_THREADS)
-    parts = [token * N_SPLIT + i for i in range(N_SPLIT)]
-    heads = [part * shape.q_heads + head for part in parts]
-    outs = [div(part * shape.o_k + unit * 4, 2) for part in parts]
-    requests = [Request(scratch_box(ctx, "sp_m"), index) for index in heads]
-    requests += [Request(scratch_box(ctx, "sp_l"), index) for index in heads]
-    requests += [Request(scratch_box(ctx, "sp_o"), index, 2) for index in outs]
+    quad = row_quad(ctx, kv_head)
+    head = div(quad, HEAD_THREADS)
+    requests = []
+    for name, per_part, at, pairs in (
+        ("sp_m", shape.q_heads, head, 1),
+        ("sp_l", shape.q_heads, head, 1),
+        ("sp_o", shape.o_k // 2, quad * 2, 2),
+    ):
+        first = token * (N_SPLIT * per_part) + at
+        box = scratch_box(ctx, name)
+        # a partition's offset is a constant of the load: an address each would fill registers
+        requests += [
+            Request(mailbox.further(box, i * per_part), first, pairs) for i in range(N_SPLIT)
+        ]
     got = mailbox.poll(ctx.tag, requests, batch=BATCH_PER_PARTITION * N_SPLIT)
     maxima, sums, words = (got[i * N_SPLIT : (i + 1) * N_SPLIT] for i in range(3))
     return (
@@ -329,14 +349,28 @@ def poll_partitions(ctx, token):
     )
 
 
+def row_quad(ctx, kv_head):
+    """This thread's run of four in the whole attention row, under a kv head."""
+    return kv_head * group_quads(ctx) + thread_quad(ctx)
+
+
 def merge_token(ctx, token):
-    """A token's partitions merged and quantized -> (this thread's four dims as a word of fp8, the
-    token's scale).
+    """A token's partitions merged and quantized -> (this thread's ``row_quad`` of every kv head as
+    a word of fp8, the token's scale).
 
     The scale is amax / 448; an all-zero row gives zeros, not 0 * inf. ``lds.red`` must be free.
     """
     await_partitions(ctx, token)
-    maxima, sums, outs = poll_partitions(ctx, token)
+    quads = [merge_quad(ctx, token, kv_head) for kv_head in range(ctx.build.shape.kv_heads)]
+    amax = block_max(fold([isa.absolute(dim) for quad in quads for dim in quad], largest), ctx)
+    scale = amax * (1.0 / FP8_MAX)
+    inverse = select(amax == 0.0, fx.Float32(0.0), isa.rcp(scale))
+    return [isa.fp8_word(*[dim * inverse for dim in quad]) for quad in quads], scale
+
+
+def merge_quad(ctx, token, kv_head):
+    """This thread's four merged dims of a kv head, rounded to bf16."""
+    maxima, sums, outs = poll_partitions(ctx, token, kv_head)
     stamp(ctx, 3)
     top = fold(maxima, largest)
     weights = [s * isa.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
@@ -347,11 +381,7 @@ def merge_token(ctx, token):
     for weight, out in zip(weights, outs, strict=True):
         share = isa.quotient(weight, total, inverse)
         dims = [isa.fma(share, x, dim) for x, dim in zip(out, dims, strict=True)]
-    dims = [isa.bf16_round(dim) for dim in dims]
-    amax = block_max(fold([isa.absolute(dim) for dim in dims], largest), ctx)
-    scale = amax * (1.0 / FP8_MAX)
-    inverse = select(amax == 0.0, fx.Float32(0.0), isa.rcp(scale))
-    return isa.fp8_word(*[dim * inverse for dim in dims]), scale
+    return [isa.bf16_round(dim) for dim in dims]
 
 
 @traced
@@ -364,13 +394,18 @@ def merge(ctx):
             publish_token(ctx, fx.Int32(task))
 
 
+def store_words(ctx, token, words):
+    base = ctx.build.regions["attnq"].offset
+    for kv_head, word in enumerate(words):
+        at = token * (ctx.build.shape.o_k // 4) + row_quad(ctx, kv_head)
+        isa.store(ctx.scratch, at * WORD_BYTES, word, base=base, cache=isa.DEVICE)
+
+
 @traced
 def publish_token(ctx, token):
     """The merged row as plain words, then its scale: the scale's pair is the flag."""
-    word, scale = merge_token(ctx, token)
-    base = ctx.build.regions["attnq"].offset
-    at = (token * (ctx.build.shape.o_k // 4) + ctx.tid) * WORD_BYTES
-    first_of_row(ctx, lambda: isa.store(ctx.scratch, at, word, base=base, cache=isa.DEVICE))
+    words, scale = merge_token(ctx, token)
+    unless_repeated(ctx, lambda: store_words(ctx, token, words))
     isa.release_stores()
     isa.barrier()
     if ctx.tid == 0:

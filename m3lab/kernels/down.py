@@ -199,7 +199,7 @@ def add_token(ctx, token, total, tile):
 
 
 def run(ctx, down, routed, shared):
-    """``routed``: tokens' requested tiles, by token; the others' are requested two tokens ahead."""
+    """``routed``: tokens' requested tiles, by token; the others' are requested as many ahead."""
     tokens = ctx.build.tokens
     peers = allreduce.request_peers(ctx) if ctx.build.npes > 1 else []
     fetch_mids(ctx)
@@ -208,9 +208,10 @@ def run(ctx, down, routed, shared):
     quantize_mids(ctx)
     isa.barrier()
     total = multiply_shared(ctx, shared)
+    ahead = ctx.build.place.down_in_flight
     for token in range(tokens):
-        if token + 2 < tokens:
-            routed[token + 2] = request_routed(ctx, token + 2, down)
+        if token + ahead < tokens:
+            routed[token + ahead] = request_routed(ctx, token + ahead, down)
         total = add_token(ctx, token, total, multiply_routed(ctx, token, routed.pop(token)))
     tile = fx.Vector.from_elements(total, fx.Float32)
     isa.lds_store(ctx.lds.red, ctx.tid * 4, tile, 4, fx.Float32)

@@ -54,6 +54,22 @@ def shared_first(ctx, jobs):
         routing.fetch_rows(ctx)
         isa.barrier()
         up_gate.compute_shared(ctx, jobs.shared, tiles)
+        further_shared(ctx, jobs)
+
+
+def further_shared(ctx, jobs):
+    """A CTA's shared tasks after its first, where there are more of them than CTAs."""
+    place = ctx.build.place
+    for i in range(1, place.shared_rounds):
+        one_more_shared(ctx, jobs.shared + i * place.blocks)
+
+
+@traced
+def one_more_shared(ctx, task):
+    if task < ctx.build.place.shared_tasks:
+        tiles = up_gate.request_shared(ctx, task)
+        isa.barrier()  # wave 0 has read the task before's partials
+        up_gate.compute_shared(ctx, task, tiles)
 
 
 def request_late(ctx, jobs):
@@ -114,7 +130,7 @@ def run_routed(ctx, jobs, shared):
         if i == 0:
             routed[0] = down.request_routed(ctx, 0, jobs.down)
             shared_tiles = down.request_shared(ctx, jobs.down)
-        if i == rounds - 1 and ctx.build.tokens > 1:
+        if i == rounds - 1 and min(ctx.build.tokens, ctx.build.place.down_in_flight) > 1:
             routed[1] = down.request_routed(ctx, 1, jobs.down)
         task, tiles = following, next_tiles
     return routed, shared_tiles
@@ -124,6 +140,7 @@ def run_routed(ctx, jobs, shared):
 def compute_late(ctx, jobs, tiles):
     if jobs.has_shared:
         up_gate.compute_shared(ctx, jobs.shared, tiles)
+        further_shared(ctx, jobs)
 
 
 @traced

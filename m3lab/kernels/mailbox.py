@@ -36,6 +36,11 @@ class Request:
     pairs: int = 1
 
 
+def further(box, pairs):
+    """The box from ``pairs`` (a number) pairs on."""
+    return Box(box.buffer, box.base + pairs * PAIR_BYTES, box.cache)
+
+
 def launch_tag(step, layer):
     """The tag of this launch's pairs; never 0, so zeroed memory never matches."""
     return step * 128 + layer + 1

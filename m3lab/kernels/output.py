@@ -8,7 +8,7 @@ a row group with k split between them, bf16 partials to the peers, their sum in 
 import flydsl.expr as fx
 
 from m3lab.kernels import allreduce, isa, mailbox, matrix
-from m3lab.kernels.attention import merge_token
+from m3lab.kernels.attention import merge_token, row_quad
 from m3lab.kernels.context import first_task, scratch_box, stamp
 from m3lab.kernels.isa import const_expr, range_constexpr, traced
 from m3lab.kernels.mailbox import Request
@@ -85,8 +85,9 @@ def load_residual(ctx, task):
 def input_rows(ctx):
     """lds.pool := every token's fp8 attention row; -> their scales."""
     if ctx.build.tokens == 1:
-        word, scale = merge_token(ctx, 0)
-        isa.lds_store(ctx.lds.pool, ctx.tid, word)
+        words, scale = merge_token(ctx, 0)
+        for kv_head, word in enumerate(words):
+            isa.lds_store(ctx.lds.pool, row_quad(ctx, kv_head), word)
         return [scale]
     box = scratch_box(ctx, "attnq_s")
     requests = [Request(box, token) for token in range(ctx.build.tokens)]

@@ -273,7 +273,9 @@ def open_context(build: Build, smem: type, args: tuple) -> Context:
     named = SimpleNamespace(**dict(zip(ARG_NAMES, args, strict=True)))
     storage = fx.SharedAllocator().allocate(smem).peek()
     lds = SimpleNamespace(**{name: getattr(storage, name).ptr for name in smem.__annotations__})
-    if build.place.wide:  # the stages take turns with the pool
+    if not build.place.wide:
+        lds.tiles = lds.partials
+    if build.place.split_in_pool:  # the stages take turns with the pool
         lds.partials = fx.recast_iter(fx.Float32, lds.pool)
     tid = fx.thread_idx.x
     lane = mod(tid, WAVE)

@@ -70,18 +70,27 @@ def count_ranks(ctx, n_blk):
 
 @dataclass(frozen=True)
 class Row:
-    """A token's context: the keys it sees, at least one, and their sparse blocks; uniform."""
+    """A token's context for one kv head, whose index head scores it: the keys that the token sees,
+    at least one, and their sparse blocks; uniform. ``unit`` counts (token, kv head)."""
 
     token: Any
+    unit: Any
     seq_len: Any
     n_blk: Any
 
 
-def row_of(ctx, token):
+def row_of(ctx, unit):
     """A graph's padding rows carry length 0 and block 0: as one key of page 0 they stay finite."""
     size = ctx.build.shape.model.sparse_block
+    token = div(unit, ctx.build.shape.kv_heads)
     seq_len = fx.max(isa.load_constant(ctx.args.seq_lens + isa.i64(token) * WORD_BYTES), 1)
-    return Row(token, seq_len, div(seq_len + (size - 1), size))
+    return Row(token, unit, seq_len, div(seq_len + (size - 1), size))
+
+
+def row_base(ctx, name, unit):
+    """Byte offset of a row's part of a scratch region."""
+    region = ctx.build.regions[name]
+    return region.offset + unit * (region.token_bytes // ctx.build.shape.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,7 @@ def request_candidate(ctx, row):
     K1 or a scorer wrote the scores before this launch, so a plain load reads them. A pinned
     block's slot holds no score and is not used; nor is one past the context.
     """
-    region = ctx.build.regions["iscore"]
-    base = region.offset + row.token * region.token_bytes
+    base = row_base(ctx, "iscore", row.unit)
     table = isa.buffer(ctx.args.block_table)
     entry = row.token * ctx.args.bt_width + fx.min(ctx.tid, row.n_blk - 1)
     return Candidate(
@@ -145,10 +153,9 @@ def pages_from(first, n):
 
 
 @traced
-def write_table(ctx, token, is_in, slot, first_page, n_ctx):
-    """The token's sparse page table: the pages of every slot, then the sparse context length."""
-    region = ctx.build.regions["sparse_table"]
-    base = region.offset + token * region.token_bytes
+def write_table(ctx, unit, is_in, slot, first_page, n_ctx):
+    """The row's sparse page table: the pages of every slot, then the sparse context length."""
+    base = row_base(ctx, "sparse_table", unit)
     pages = ctx.build.place.pages_per_block
     if is_in:
         for j in range_constexpr(0, pages, 4):
@@ -184,11 +191,11 @@ def select_blocks(ctx, row, partition, candidate):
     is_in = (ctx.tid < n_blk) & (rank < topk) & short
     is_tail = ctx.tid == n_blk - 1
     n_ctx, slot = context_and_slot(
-        ctx, rank, is_tail, tail_rank, Row(row.token, row.seq_len, n_blk)
+        ctx, rank, is_tail, tail_rank, Row(row.token, row.unit, row.seq_len, n_blk)
     )
     first_page = candidate.block_id * ctx.build.cache.page_stride
     keep_pages(ctx, partition, is_in, slot, first_page)
     if (partition == 0) & short:
-        write_table(ctx, row.token, is_in, slot, first_page, n_ctx)
+        write_table(ctx, row.unit, is_in, slot, first_page, n_ctx)
     isa.barrier()
     return isa.uniform(select(short, n_ctx, isa.lds_load(ctx.lds.blocks, CONTEXT_WORD)))

@@ -26,6 +26,7 @@ from m3lab.kernels.select import (
     context_and_slot,
     index_key,
     keep_pages,
+    row_base,
     row_of,
     write_table,
 )
@@ -132,7 +133,8 @@ def select_long(ctx):
     blocks either way.
     """
     task = first_task(ctx, "split")
-    row = row_of(ctx, fx.min(div(task, N_SPLIT), ctx.build.tokens - 1))
+    rows = ctx.build.tokens * ctx.build.shape.kv_heads
+    row = row_of(ctx, fx.min(div(task, N_SPLIT), rows - 1))
     if isa.unlikely((task < ctx.build.place.split_tasks) & (row.n_blk > MAX_BLOCKS)):
         select_share(ctx, row, mod(task, N_SPLIT))
 
@@ -142,10 +144,10 @@ def select_share(ctx, row, share):
     stamp(ctx, 18)
     keep_wave_list(ctx, wave_best(ctx, first, second))
     isa.barrier()
-    send_candidates(ctx, row.token, share)
+    send_candidates(ctx, row.unit, share)
     isa.barrier()
     stamp(ctx, 20)
-    receive_candidates(ctx, row.token)
+    receive_candidates(ctx, row.unit)
     isa.barrier()
     place_candidates(ctx, row, share)
     isa.barrier()
@@ -153,8 +155,7 @@ def select_share(ctx, row, share):
 
 def request_share(ctx, row, share):
     """This thread's pairs of the share: the least key and no block past its end."""
-    region = ctx.build.regions["iscore"]
-    base = region.offset + row.token * region.token_bytes
+    base = row_base(ctx, "iscore", row.unit)
     span = div(row.n_blk + (N_SPLIT - 1), N_SPLIT)
     end = fx.min((share + 1) * span, row.n_blk)
     blocks = [share * span + ctx.tid + THREADS * i for i in range(BLOCKS_PER_THREAD)]
@@ -175,28 +176,29 @@ def keep_wave_list(ctx, pair):
         keep_list(ctx, ctx.wave * GROUP + ctx.lane, pair)
 
 
-def candidate_at(ctx, token, entry):
-    """First pair of the two that hold candidate ``entry`` of a token."""
-    return token * ctx.build.regions["sel_long"].per_token + 2 * entry
+def candidate_at(ctx, unit, entry):
+    """First pair of the two that hold candidate ``entry`` of a row."""
+    per_row = ctx.build.regions["sel_long"].per_token // ctx.build.shape.kv_heads
+    return unit * per_row + 2 * entry
 
 
 @traced
-def send_candidates(ctx, token, share):
-    """Wave 0: the share's 16 best to every split CTA of the token. A share has more than 16 blocks,
+def send_candidates(ctx, unit, share):
+    """Wave 0: the share's 16 best to every split CTA of the row. A share has more than 16 blocks,
     so all 16 are there."""
     if ctx.wave == 0:
         best = best_of_lists(ctx)
         if ctx.lane < GROUP:
-            at = candidate_at(ctx, token, share * GROUP + ctx.lane)
+            at = candidate_at(ctx, unit, share * GROUP + ctx.lane)
             box = scratch_box(ctx, "sel_long")
             mailbox.put_words(ctx.tag, box, at, [best.key, best.block])
 
 
 @traced
-def receive_candidates(ctx, token):
+def receive_candidates(ctx, unit):
     """lds.keys := every share's candidates, a list a share."""
     if ctx.tid < WAVES * GROUP:
-        request = Request(scratch_box(ctx, "sel_long"), candidate_at(ctx, token, ctx.tid), 2)
+        request = Request(scratch_box(ctx, "sel_long"), candidate_at(ctx, unit, ctx.tid), 2)
         ((key, block),) = mailbox.poll(ctx.tag, [request])
         keep_list(ctx, ctx.tid, Pair(key, block))
 
@@ -218,6 +220,6 @@ def place_candidates(ctx, row, share):
         first_page = block_id * ctx.build.cache.page_stride
         keep_pages(ctx, share, held, slot, first_page)
         if share == 0:
-            write_table(ctx, row.token, held, slot, first_page, n_ctx)
+            write_table(ctx, row.unit, held, slot, first_page, n_ctx)
         if ctx.lane == 0:
             isa.lds_store(ctx.lds.blocks, CONTEXT_WORD, n_ctx)

@@ -67,7 +67,7 @@ def load_chunk(ctx, token, i):
 
 def keep_partials(ctx, at, acc):
     """This wave's tile to the partials that start at LDS word ``at``."""
-    isa.lds_store(ctx.lds.partials, at + ctx.tid * 4, acc, 4, fx.Float32)
+    isa.lds_store(ctx.lds.tiles, at + ctx.tid * 4, acc, 4, fx.Float32)
 
 
 def sum_partials(ctx, tiles, at, values, row, column):
@@ -159,8 +159,8 @@ def publish_routed(ctx, task, at):
     if ctx.wave == 0:
         row = mod(ctx.lane, UG_ROWS)
         column = 4 * div(ctx.lane, UG_ROWS) + div(row, 4)
-        gate = sum_partials(ctx, ctx.lds.partials, at, UG_ROWS, row, column)
-        up = sum_partials(ctx, ctx.lds.partials, at + PARTIALS, UG_ROWS, row, column)
+        gate = sum_partials(ctx, ctx.lds.tiles, at, UG_ROWS, row, column)
+        up = sum_partials(ctx, ctx.lds.tiles, at + PARTIALS, UG_ROWS, row, column)
         value = swiglu(ctx, gate, up)
         if ctx.lane < UG_ROWS:
             put_mid(ctx, task.token, task.slot, task.group * UG_ROWS + row, value)
