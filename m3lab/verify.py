@@ -91,9 +91,9 @@ def _attention(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdic
         yield close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
         yield close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
         if views.attnq is not None and views.attnq_s is not None:
-            merged = ref.merge(views.sp_o[row], views.sp_m[row], views.sp_l[row])
             got = e4m3_decode(views.attnq[row]) * views.attnq_s[row]
-            yield close("attnq", rank, row, got, e4m3_decode(merged.bytes) * merged.scale)
+            want = ref.merge_nearest(views.sp_o[row], views.sp_m[row], views.sp_l[row], got)
+            yield close("attnq", rank, row, got, want)
 
 
 def _output(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) -> Iterator[Verdict]:

@@ -567,3 +567,18 @@ def test_block_scores_are_the_best_causal_key_and_minus_infinity_without_one(gen
     want[298] = dots[298, :3].max()
     assert torch.allclose(got[:299].double(), want[:299] * float(scale), rtol=1e-5)
     assert got[299] == -math.inf
+
+
+def test_a_merge_on_the_edge_of_a_step_may_fall_to_either_side():
+    gen = torch.Generator().manual_seed(5)
+    sp_o = torch.randn(8, 8, 128, generator=gen).bfloat16().float()
+    sp_m, sp_l = torch.randn(8, 8, generator=gen), torch.rand(8, 8, generator=gen) + 0.5
+    one = ref.merge(sp_o, sp_m, sp_l)
+    row = e4m3_decode(one.bytes) * one.scale
+    assert torch.equal(ref.merge_nearest(sp_o, sp_m, sp_l, row), row)
+    other = ref.merge_nearest(sp_o, sp_m, sp_l, row * 2)  # any wish is not granted
+    assert float((other - row).norm() / row.norm()) < 2e-2
+    broken = row.clone()
+    broken[37] *= 1.5
+    near = ref.merge_nearest(sp_o, sp_m, sp_l, broken)
+    assert near[37] != broken[37]

@@ -89,8 +89,8 @@ class QuantizedRow(NamedTuple):
     scale: Tensor
 
 
-def merged(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> Tensor:
-    """The partitions' outputs weighed together: bf16 values [heads, 128] in fp32."""
+def weighed(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> Tensor:
+    """The partitions' outputs weighed together, not yet rounded: fp32 [heads, 128]."""
     top = sp_m.amax(0)
     weight = sp_l * exp2((sp_m - top) * LOG2E)
     total = torch.zeros_like(top)
@@ -100,7 +100,12 @@ def merged(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> Tensor:
     out = torch.zeros_like(sp_o[0], dtype=torch.float32)
     for w, o in zip(weight, sp_o.float(), strict=True):
         out = out + (w / total)[:, None] * o
-    return bf16_round(out)
+    return out
+
+
+def merged(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> Tensor:
+    """``weighed`` rounded to bf16, as fp32 values."""
+    return bf16_round(weighed(sp_o, sp_m, sp_l))
 
 
 def merge(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> QuantizedRow:
@@ -108,8 +113,35 @@ def merge(sp_o: Tensor, sp_m: Tensor, sp_l: Tensor) -> QuantizedRow:
 
     scale = amax * fp32(1/448); the row is multiplied by rcp(scale), unclamped; a zero row is zeros.
     """
-    row = merged(sp_o, sp_m, sp_l).flatten()
+    return quantize_row(merged(sp_o, sp_m, sp_l).flatten())
+
+
+def quantize_row(row: Tensor) -> QuantizedRow:
+    """Per-token fp8 of an attention row (fp32 holding bf16 values)."""
     amax = row.abs().amax()
     scale = amax * INV_E4M3_MAX
     inv = torch.where(amax == 0, f32(0.0), rcp(scale))
     return QuantizedRow(e4m3_encode(row * inv), scale)
+
+
+def merge_nearest(
+    sp_o: Tensor, sp_m: Tensor, sp_l: Tensor, got: Tensor, rounding: float = 2.0**-20
+) -> Tensor:
+    """The merged row as fp32 that lies nearest to ``got`` (bytes times scale, fp32 [heads * 128])
+    among those that one fp32 rounding before the two quantizations can make.
+
+    A sum that lies on the edge of a bf16 or E4M3 step falls to either side by the order of its
+    additions, and one such step is 3e-3 of a short row.
+    """
+    row = weighed(sp_o, sp_m, sp_l).flatten()
+    best: Tensor | None = None
+    for edge in (1.0, 1.0 - rounding, 1.0 + rounding):
+        q = quantize_row(bf16_round(row * edge))
+        value = e4m3_decode(q.bytes) * q.scale
+        best = (
+            value
+            if best is None
+            else torch.where((value - got).abs() < (best - got).abs(), value, best)
+        )
+    assert best is not None
+    return best

@@ -6,7 +6,15 @@ kernel's; integer outcomes follow the kernel's rules exactly. This module is the
 stages live beside it.
 """
 
-from m3lab.reference.attention import NEG, QuantizedRow, SplitPartials, merge, merged, split
+from m3lab.reference.attention import (
+    NEG,
+    QuantizedRow,
+    SplitPartials,
+    merge,
+    merge_nearest,
+    merged,
+    split,
+)
 from m3lab.reference.context import Context, Inserted, Row, gather, step_rows
 from m3lab.reference.experts import (
     expert_down,
@@ -92,6 +100,7 @@ __all__ = [
     "insert",
     "layer_step",
     "merge",
+    "merge_nearest",
     "merged",
     "mlp_half",
     "norm_rope",
