@@ -5,41 +5,35 @@ barriers and polls in a random order, with every check on and unwritten memory p
 """
 
 import pytest
-import torch
 
 pytest.importorskip("flydsl")
 
 from m3lab.interpreter import Memory
 from m3lab.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep, StepResult
+from m3lab.verdicts import unequal_bits
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
-STAGES = ("attention", "output")
-
-
-def bits(result: StepResult) -> list[torch.Tensor]:
-    """Every published intermediate of every rank, as integers (NaNs compare equal)."""
-    out = []
-    for views in result.ranks:
-        for value in vars(views).values():
-            if isinstance(value, torch.Tensor):
-                kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-                out.append(value.contiguous().view(kind[value.element_size()]))
-    return out
+STAGES = ("attention", "output", "router", "experts")
 
 
 def assert_same(a: StepResult, b: StepResult) -> None:
-    for x, y in zip(bits(a), bits(b), strict=True):
-        assert torch.equal(x, y)
+    """Every published intermediate of every rank has the same bits."""
+    for x, y in zip(a.ranks, b.ranks, strict=True):
+        assert not x.missing
+        assert not y.missing
+        for name in x.tensors():
+            assert unequal_bits(x[name], y[name]) == 0, name
 
 
 @pytest.fixture(scope="module")
 def small():
-    step = DecodeStep(SMALL, 3, context=[2049, 100, 4000], memory=Memory(poison=True)).prepare()
+    memory = Memory(poison=True)
+    step = DecodeStep(SMALL, 2, context=[2049, 100], until=None, memory=memory).prepare()
     return step, step.run()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_change_no_bit(small, seed):
     step, expected = small
     result = step.run(seed=seed, cta_groups=1 + seed % 4)
@@ -62,7 +56,7 @@ def test_a_rank_held_back_in_a_stage_changes_no_bit(small, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_twenty_schedules_and_each_rank_late_at_full_shape(tokens):
-    step = DecodeStep(tokens=tokens, context=2049, memory=Memory(poison=True)).prepare()
+    step = DecodeStep(tokens=tokens, context=2049, until=None).prepare()
     expected = step.run()
     for seed in range(20):
         assert_same(step.run(seed=seed, cta_groups=1 + seed % 4), expected)
