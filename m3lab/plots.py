@@ -30,6 +30,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#7A7A7A"
 PALETTE = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY)
 INK, FAINT = "#222222", "#D9D9D9"
+PANEL_SIZE = 10  # a panel's title: below the figure's
 WIDTH = 9.0  # inches: a report column
 EXACT_ZERO = 1e-9  # where an error of 0 is drawn on a log axis
 
@@ -121,7 +122,7 @@ def accuracy(cases: pd.DataFrame) -> Figure:
             "relative L2 error against the kernel reference (1e-9 stands for exactly 0)"
         )
         axis.xaxis.grid(True)
-        _legend(axis, {"solo": BLUE, "four ranks": ORANGE}, bbox_to_anchor=(1, 1))
+        _legend(axis, {"solo": BLUE, "several ranks": ORANGE}, bbox_to_anchor=(1, 1))
     return fig
 
 
@@ -155,8 +156,8 @@ def bytes_over_floor(cases: pd.DataFrame) -> Figure:
             for i, ratio, top in zip(x, rows["ratio"], rows["moved"] / 1e6, strict=True):
                 axis.text(i, top, f"{ratio:.1f}×", ha="center", va="bottom", fontsize=9)
             axis.set_xticks(x, rows["tokens"])
-            axis.set(title=name, xlabel="tokens")
-            axis.title.set_fontsize(10)
+            axis.set_title(name, fontsize=PANEL_SIZE)
+            axis.set_xlabel("tokens")
             axis.margins(x=0.25, y=0.15)
             axis.yaxis.grid(True)
         axes[0].set_ylabel("MB per rank and step")
@@ -168,12 +169,91 @@ def _bytes_title(data: pd.DataFrame) -> str:
     if data.empty:
         return "No bytes counted yet"
     ratio = data.groupby("class")["ratio"].max()
-    ranks = "four ranks" if data["npes"].iloc[0] > 1 else "solo"
+    ranks = tables.RANKS[data["npes"].iloc[0]]
     return (
         f"Weights move {ratio['weights']:.1f} times their floor, the KV cache "
         f"{ratio['KV cache']:.1f}, mailboxes up to {ratio['mailboxes']:.0f} times "
         f"({ranks}, context {data['context'].iloc[0]:,})"
     )
+
+
+def bytes_by_context(cases: pd.DataFrame) -> Figure:
+    """Bytes moved and their floor against context, by class."""
+    return _bytes_by(cases, "context", "context, keys")
+
+
+def bytes_by_tp(cases: pd.DataFrame) -> Figure:
+    """Bytes moved and their floor against TP width, by class."""
+    return _bytes_by(cases, "tp", "TP width")
+
+
+def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
+    """MB per rank by class against ``axis_name``: solid moved, dashed floor, a colour a tokens."""
+    data = tables.moved_bytes(cases)
+    data = data[data["npes"] == 1] if (data["npes"] == 1).any() else data
+    total = data.groupby(axis_name)["moved"].sum() / data.groupby(axis_name)["case"].nunique()
+    first, last = total.index[0], total.index[-1]
+    title = (
+        f"A rank moves {total.iloc[0] / 1e6:.0f} MB at {label.split(',')[0]} {first:,} "
+        f"and {total.iloc[-1] / 1e6:.0f} MB at {last:,}"
+    )
+    fig, axes = figure(title, columns=len(tables.CLASSES), height=3.3)
+    values = sorted(data[axis_name].unique())
+    x = range(len(values))
+    with mpl.rc_context(STYLE):
+        for axis, name in zip(axes, tables.CLASSES, strict=True):
+            rows = data[data["class"] == name]
+            for i, (tokens, group) in enumerate(rows.groupby("tokens")):
+                mean = group.groupby(axis_name)[["moved", "floor"]].mean().reindex(values) / 1e6
+                text = f"{tokens} token{'s' * (tokens > 1)}"
+                axis.plot(x, mean["moved"], "o-", color=PALETTE[i], label=text)
+                axis.plot(x, mean["floor"], "_--", color=PALETTE[i])
+            axis.set_xticks(x, [f"{v:,}" for v in values], rotation=45 * (len(values) > 3))
+            axis.set(title=name, xlabel=label)
+            axis.title.set_fontsize(10)
+            axis.set_ylim(bottom=0)
+            axis.yaxis.grid(True)
+        axes[0].set_ylabel("MB per rank and step (dashed: floor)")
+        axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return fig
+
+
+def work_by_context(cases: pd.DataFrame) -> Figure:
+    """Wave operations per stage against context."""
+    return _work_by(cases, "context", "context, keys")
+
+
+def work_by_tp(cases: pd.DataFrame) -> Figure:
+    """Wave operations per stage against TP width."""
+    return _work_by(cases, "tp", "TP width")
+
+
+def _work_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
+    """Wave operations of one rank per stage against ``axis_name``, the fewest tokens' cases."""
+    data = tables.stage_work(cases)
+    data = data[data["npes"] == 1] if (data["npes"] == 1).any() else data
+    data = data[data["tokens"] == data["tokens"].min()]
+    grid = data.pivot_table("wave operations", axis_name, "stage", aggfunc="mean").fillna(0)
+    grid = grid[grid.sum().sort_values(ascending=False).index]
+    growth = grid.iloc[-1] - grid.iloc[0]
+    most = growth.abs().idxmax()
+    title = (
+        f"From {label.split(',')[0]} {grid.index[0]:,} to {grid.index[-1]:,} the {most} stage "
+        f"changes most, by {growth[most] / 1e3:+,.0f} k operations"
+    )
+    fig, axis = figure(title, height=3.6)
+    x = range(len(grid))
+    with mpl.rc_context(STYLE):
+        for i, name in enumerate(grid.columns):
+            axis.plot(x, grid[name], "o-", color=PALETTE[i % len(PALETTE)], label=name)
+        axis.set_xticks(x, [f"{v:,}" for v in grid.index])
+        axis.set_xlabel(label)
+        axis.set_ylabel("wave operations per rank and step")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e3:,.0f} k"))
+        axis.set_ylim(bottom=0)
+        axis.yaxis.grid(True)
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return fig
 
 
 def isa_mix(cases: pd.DataFrame) -> Figure:
@@ -245,7 +325,9 @@ def interpreter_wall(cases: pd.DataFrame) -> Figure:
         f"Interpreter wall time, not a GPU time: {worst:.0f} s at most", columns=2, sharey=True
     )
     with mpl.rc_context(STYLE):
-        for axis, (solo, name) in zip(axes, ((True, "solo"), (False, "four ranks")), strict=True):
+        for axis, (solo, name) in zip(
+            axes, ((True, "solo"), (False, "several ranks")), strict=True
+        ):
             rows = data[data["solo"].astype(bool) == solo]
             for i, (tokens, group) in enumerate(rows.groupby("tokens")):
                 group = group.sort_values("context")
@@ -253,7 +335,8 @@ def interpreter_wall(cases: pd.DataFrame) -> Figure:
                 label = f"{tokens} token{'s' * (tokens > 1)}"
                 axis.plot(x, group["interpreter_wall_s"], "o:", color=PALETTE[i], label=label)
                 axis.set_xticks(x, [f"{c:,}" for c in group["context"]])
-            axis.set(title=name, xlabel="context, keys")
+            axis.set_title(name, fontsize=PANEL_SIZE)
+            axis.set_xlabel("context, keys")
             axis.yaxis.grid(True)
         axes[0].set_ylabel("interpreter wall time, s")
         axes[0].set_ylim(0, 1.1 * worst)

@@ -170,12 +170,13 @@ main { max-width: 1140px; margin: 2rem auto; padding: 1rem 2.5rem 3rem; backgrou
 h1 { font-size: 1.9rem; margin-bottom: .3rem; }
 h2 { margin-top: 2.4rem; padding-top: .8rem; border-top: 1px solid #ddd; font-size: 1.35rem; }
 .output_svg img { width: 100%; } img { max-width: 100%; }
-table { border-collapse: collapse; border: 0; font-size: .84rem; margin: 1rem 0; }
+table { border-collapse: collapse; border: 0; font-size: .8rem; margin: 1rem 0; }
 .jp-RenderedHTMLCommon, .output_html, .output_subarea { overflow-x: auto; }
-th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .28rem .55rem; text-align: right;
+th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .28rem .4rem; text-align: right;
          vertical-align: top; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 2px solid #999; vertical-align: bottom; line-height: 1.25; }
 tbody th { text-align: left; font-weight: 600; white-space: nowrap; }
+td:not(:last-child) { white-space: nowrap; }
 table.words td { text-align: left; }
 tbody tr:hover { background: #f2f7fb; }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .82rem; }
