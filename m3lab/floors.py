@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS
+from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SCORE_COPIES, SPARSE_TABLE_WORDS
 from m3lab.shapes import MX_BLOCK, CacheLayout, RankShape
 
 ATTENTION_STAGES = ("select", "split", "merge", "output")
@@ -63,7 +63,10 @@ def step_floors(
         _output(shape, len(seq_lens), npes),
     ]
     if distinct_experts is not None:
-        floors += [_router(shape, len(seq_lens)), _experts(shape, len(seq_lens), distinct_experts)]
+        floors += [
+            _router(shape, len(seq_lens)),
+            _experts(shape, len(seq_lens), npes, distinct_experts),
+        ]
     return {floor.stage: floor for floor in floors}
 
 
@@ -103,9 +106,19 @@ def _output(shape: RankShape, tokens: int, npes: int) -> Floor:
 
 
 def _router(shape: RankShape, tokens: int) -> Floor:
+    """``a`` and h_in in; the MXFP8 row and every copy of the scores out, h_mid at one token."""
     m = shape.model
     weights = m.experts * m.hidden * 2 + m.experts * 4 + m.hidden * 2
-    return Floor("router", weights, 0, tokens * m.hidden * 2, tokens * m.hidden // 2 * PAIR_BYTES)
+    row = tokens * m.hidden * 2
+    h_mid = row if tokens == 1 else 0
+    pairs = m.hidden // 2 + _routed_pairs(shape) + (SCORE_COPIES - 1) * 2 * m.experts
+    return Floor("router", weights, 0, row + h_mid, tokens * pairs * PAIR_BYTES)
+
+
+def _routed_pairs(shape: RankShape) -> int:
+    """Pairs of one token that an expert's CTA needs: the MXFP8 row, one copy of the scores."""
+    m = shape.model
+    return m.hidden // 4 + m.hidden // MX_BLOCK + 2 * m.experts
 
 
 def expert_bytes(shape: RankShape) -> int:
@@ -114,6 +127,11 @@ def expert_bytes(shape: RankShape) -> int:
     return elements // 2 + elements // MX_BLOCK
 
 
-def _experts(shape: RankShape, tokens: int, distinct: int) -> Floor:
-    rows = shape.hidden // 2 * PAIR_BYTES * tokens
-    return Floor("experts", (distinct + 1) * expert_bytes(shape), 0, 0, 2 * rows)
+def _experts(shape: RankShape, tokens: int, npes: int, distinct: int) -> Floor:
+    """The routed row in; intermediates out and in, the routing record out; partial rows to and
+    from every rank (a rank alone exchanges none); ar_out."""
+    slots = shape.model.top_k + 1
+    pairs = _routed_pairs(shape) + 2 * slots * shape.inter + 2 * slots
+    pairs += npes * shape.hidden if npes > 1 else 0  # a row is half as many pairs, out and in
+    weights = (distinct + 1) * expert_bytes(shape)
+    return Floor("experts", weights, 0, tokens * shape.hidden * 2, tokens * pairs * PAIR_BYTES)

@@ -13,11 +13,16 @@ import pandas as pd
 from m3lab import isa_report
 from m3lab.verify import EXACT_ALARM, STAGE_BOUND
 
-INTERMEDIATES = ("sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "h_mid")
+INTERMEDIATES = (
+    *("sp_o", "sp_m", "sp_l", "attnq", "partial", "a", "h_mid"),
+    *("xn8", "sigmoid", "weights", "mid", "ffn", "ar_out"),
+)
+RANKS = {1: "solo", 2: "two ranks", 4: "four ranks", 8: "eight ranks"}
 # What a buffer holds, by allocation name: the classes that floors are stated in.
 BUFFER_CLASS = {
-    "w_o": "weights",
-    "s_o": "weights",
+    **dict.fromkeys(
+        ("w_o", "s_o", "g_post", "w_gate", "bias", "w13", "s13", "w2", "s2"), "weights"
+    ),
     "k_cache": "KV cache",
     "v_cache": "KV cache",
     "k_scale": "KV cache",
@@ -85,7 +90,10 @@ SUMMARY_ERRORS = {
     "stage_attnq": "attnq",
     "stage_a": "a",
     "stage_h_mid": "h_mid",
+    "stage_mid": "mid",
+    "stage_ar_out": "ar_out",
     "exact_a": "a, exact",
+    "exact_ar_out": "ar_out, exact",
 }
 
 
@@ -93,7 +101,8 @@ def verdicts(cases: pd.DataFrame) -> pd.DataFrame:
     """Every verdict of every finished case, one row each, with the case's name, tokens, npes."""
     rows: list[dict[str, Any]] = []
     for case in finished(cases).to_dict("records"):
-        shared = {"case": case["name"], "tokens": case["tokens"], "npes": case["npes"]}
+        shared = {name: case[name] for name in ("tokens", "context", "tp", "npes")}
+        shared["case"] = case["name"]
         # "name" of a verdict is the intermediate it compares
         rows += [{**shared, **verdict} for verdict in json.loads(case["verdicts"])]
     return pd.DataFrame(rows)
@@ -132,6 +141,24 @@ AGAINST = {
 }
 
 
+def accuracy_by(cases: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """The worst stage error of every intermediate, a column a value of ``axis`` (as "tp")."""
+    every = verdicts(cases)
+    if every.empty:
+        return pd.DataFrame()
+    stage = every[(every["against"] == "stage") & every["name"].isin(INTERMEDIATES)]
+    table = stage.pivot_table("error", "name", axis, aggfunc="max")
+    return table.loc[[name for name in INTERMEDIATES if name in table.index]]
+
+
+def bytes_by(cases: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """MB per rank and step by class, moved and floor, a row a value of ``axis`` and ranks."""
+    moved = moved_bytes(cases)
+    if moved.empty:
+        return pd.DataFrame()
+    return moved.pivot_table(["moved", "floor"], [axis, "npes"], "class", aggfunc="mean") / 1e6
+
+
 def equalities(cases: pd.DataFrame) -> pd.DataFrame:
     """What must be equal bit for bit: comparisons made and unequal values found."""
     every = verdicts(cases)
@@ -147,6 +174,14 @@ def equalities(cases: pd.DataFrame) -> pd.DataFrame:
 EQUAL = {
     "sparse_table": "selected page ids and sparse context length",
     "a_sum": "rank-ordered sum of the published partials",
+    "xsc": "E8M0 bytes of the normed row (but at the edge of a power)",
+    "keys": "routing keys of the published sigmoids",
+    "copies": "the copies of the scores",
+    "sel": "experts that the published keys name",
+    "picks": "experts that the reference's scores name (but within a rounding)",
+    "ffn_sum": "rank-ordered sum of the published MLP partials",
+    "ranks": "what every rank computes for itself",
+    "nan": "NaNs in live rows (none may be)",
     "repeat": "every published bit under another schedule",
 }
 
@@ -158,7 +193,8 @@ def builds(cases: pd.DataFrame) -> dict[str, isa_report.IsaFigures]:
     if done.empty:
         return out
     for case in done.sort_values(["npes", "tokens"], kind="stable").to_dict("records"):
-        label = f"{case['tokens']} tokens, " + ("solo" if case["npes"] == 1 else "four ranks")
+        label = f"{case['tokens']} tokens, {RANKS[case['npes']]}"
+        label += f", W={case['tp']}" if case["npes"] == 1 and case["tp"] != 4 else ""
         label = label.replace("1 tokens", "1 token")
         label += ", stride 16" if case["page_stride"] == 16 else ""
         label += ", static scale" if case["static_scale"] else ""
@@ -206,6 +242,7 @@ def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
                     "case": case["name"],
                     "tokens": case["tokens"],
                     "context": case["context"],
+                    "tp": case["tp"],
                     "npes": case["npes"],
                     "class": name,
                     "moved": per_rank,
@@ -256,6 +293,7 @@ def stage_work(cases: pd.DataFrame) -> pd.DataFrame:
                     "case": case["name"],
                     "tokens": case["tokens"],
                     "context": case["context"],
+                    "tp": case["tp"],
                     "npes": npes,
                     "stage": stage,
                     "wave operations": sum(work.values()) // npes,

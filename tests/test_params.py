@@ -39,6 +39,35 @@ def test_the_quick_sweep_covers_what_it_promises():
     assert any(c.static_scale for c in cases)
 
 
+def test_the_full_grid_is_every_token_count_and_width_that_is_built():
+    cases = load(PARAMS / "full.yaml").expand()
+    assert {c.tokens for c in cases} == {1, 2, 3, 4}
+    assert {(c.tp, c.npes) for c in cases} == {(w, n) for w in (2, 4, 8) for n in (1, w)}
+    assert {c.context for c in cases} == {1, 100, 2048, 2049, 8192, 65536}
+    assert {c.until for c in cases} == {None}
+
+
+@pytest.mark.parametrize(
+    ("grid", "varied"),
+    [
+        ({"tokens": [1, 2]}, ["10_sweep_tokens"]),
+        ({"context": [1, 2]}, ["11_sweep_context"]),
+        ({"tp": [2, 4]}, ["12_sweep_tp"]),
+        ({"solo": [True, False]}, []),
+        ({"tokens": [1, 2], "tp": [4, 8]}, ["10_sweep_tokens", "12_sweep_tp"]),
+    ],
+)
+def test_the_notebooks_are_those_of_what_the_cases_differ_in(grid, varied):
+    assert parse({"grid": grid}, "x").notebooks == [*varied, "20_report"]
+    assert parse({"grid": grid, "notebooks": ["20_report"]}, "x").notebooks == ["20_report"]
+
+
+def test_a_truncated_build_is_a_case_of_its_own():
+    whole, half = (parse({"grid": {}} | u, "x").expand()[0] for u in ({}, {"until": "output"}))
+    assert whole.until is None
+    assert whole.name + "_output" == half.name
+
+
 def test_a_grid_is_the_product_of_its_axes_and_a_scalar_is_a_list_of_one():
     cases = parse({"grid": {"tokens": [1, 2], "context": [100, 200, 300], "tp": 4}}, "x").expand()
     assert [(c.tokens, c.context) for c in cases] == [
@@ -67,7 +96,7 @@ def test_a_case_that_grid_and_list_both_name_runs_once():
         ({"grid": {}, "colour": 3}, ["colour", "unknown key", "3", "backend"]),
         ({"cases": [{"ranks": 4}]}, ["cases.0.ranks", "unknown key", "solo"]),
         ({"grid": {}, "backend": "cuda"}, ["backend", "auto, interpreter, hip", "'cuda'"]),
-        ({"grid": {}, "until": "router"}, ["until", "output", "'router'"]),
+        ({"grid": {}, "until": "mlp"}, ["until", "output, router", "'mlp'"]),
         ({"grid": {}, "seed": -1}, ["seed", "0..", "-1"]),
         ({"grid": {}, "model": {"hiden": 1}}, ["model.hiden", "unknown key", "hidden"]),
         ({"grid": {}, "model": {"hidden": 5000}}, ["model", "2048", "5000"]),
@@ -106,7 +135,8 @@ def test_a_combination_that_no_build_takes_is_refused_before_anything_is_built(c
     [
         ({"backend": "hip"}, ["backend hip", "not built yet", "interpreter"]),
         ({"layers": 2}, ["layers 2", "not built yet", "use 1"]),
-        ({"model": {"kv_heads": 8}}, ["not built yet", "2 kv heads"]),
+        ({"grid": {"tp": 1}}, ["not built yet", "64 query and 4 kv heads", "TP width 1"]),
+        ({"grid": {"tokens": 5}}, ["tokens 5", "1..4"]),
         ({"model": {"max_context": 1024}}, ["max_context 1024", "got 2048"]),
     ],
 )

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from m3lab.verify import Verdict
 
 BUILT_TOKENS = 4  # the narrow form's rows; wider builds come with the wide stages
-BUILT_TP = (4,)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Case:
     page_stride: int = 8
     static_scale: bool = False
     backend: str = "auto"
-    until: str | None = "output"
+    until: str | None = None
     seed: int = 0
     repetitions: int = 1
     layers: int = 1
@@ -72,11 +71,6 @@ class Case:
             raise ValueError(
                 f"tokens {self.tokens}: the kernel is built for 1..{BUILT_TOKENS} tokens so far"
             )
-        if self.tp not in BUILT_TP:
-            raise ValueError(
-                f"tp {self.tp}: the kernel is built for TP width {BUILT_TP[0]} so far, "
-                "as four ranks or solo"
-            )
         if self.backend == "hip":
             raise ValueError(
                 "backend hip: launching on a HIP device is not built yet; use auto or interpreter"
@@ -92,8 +86,6 @@ class Case:
                 f"{self.shape.model.max_context}, got {self.context}"
             )
         Placement(self.shape, self.tokens, self.npes)  # refuses what no kernel is laid out for
-        if self.until is None:
-            raise ValueError("until null: the stages after the output projection are not built yet")
 
     @property
     def npes(self) -> int:
@@ -117,6 +109,7 @@ class Case:
         parts += [f"pad{self.pad_rows}"] if self.pad_rows else []
         parts += ["stride16"] if self.page_stride == 16 else []
         parts += ["static"] if self.static_scale else []
+        parts += [self.until] if self.until else []
         return "_".join(parts)
 
     @cached_property
@@ -176,7 +169,11 @@ def _measure(case: Case) -> dict[str, Any]:
         verdicts = step.verify(result)
         verdicts += [_repeated(step, result, i) for i in range(1, case.repetitions)]
     figures = isa_report.figures_of(built)
-    floors = step_floors(step.shape, step.seq_lens, step.npes, step.layout)
+    floors = step_floors(
+        step.shape, step.seq_lens, step.npes, step.layout, _distinct_experts(step, result)
+    )
+    if step.until == "router":
+        del floors["experts"]
     failed = [v for v in verdicts if not v.passed] + figures.problems()
     return {
         "status": "failed" if failed else "passed",
@@ -193,6 +190,14 @@ def _measure(case: Case) -> dict[str, Any]:
         "isa": json.dumps(asdict(figures)),
         "floors": json.dumps({name: asdict(floor) for name, floor in floors.items()}),
     }
+
+
+def _distinct_experts(step: DecodeStep, result: StepResult) -> int | None:
+    """Routed experts that the rows chose together; None where the build ends before the router."""
+    if step.until == "output":
+        return None
+    chosen = result.ranks[0].experts
+    return 0 if chosen is None else len(chosen[:, :-1].unique())
 
 
 def _checks(case: Case) -> dict[str, Any]:

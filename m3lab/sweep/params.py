@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from m3lab.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
 from m3lab.sweep.cases import Case
 
 BACKENDS = ("auto", "interpreter", "hip")
-STAGES = ("output",)  # the stages a truncated build may end with, so far
+STAGES = ("output", "router")  # the stages a truncated build may end with
 MAX_CONTEXT = 1 << 20
-NOTEBOOKS = ("10_sweep_tokens", "20_report")
+REPORT = "20_report"
+SWEEP_NOTEBOOKS = {  # executed when a file's cases differ in this
+    "tokens": "10_sweep_tokens",
+    "context": "11_sweep_context",
+    "tp": "12_sweep_tp",
+}
 
 # What pydantic's own types are called in a parameter file.
 CONTAINERS = {
@@ -100,20 +105,23 @@ class OneCase(_Strict):
 
 
 class Params(_Strict):
-    """A whole parameter file. ``until`` null builds every stage; ``model`` overrides ModelShape."""
+    """A whole parameter file. ``until`` null builds every stage; ``model`` overrides ModelShape.
+
+    ``notebooks``: those to execute; ``parse`` fills in the ones that the cases call for.
+    """
 
     title: str = ""
     grid: Grid | None = None
     cases: list[OneCase] = []
     backend: Annotated[str, _one_of(*BACKENDS)] = "auto"
-    until: Stage = "output"
+    until: Stage = None
     seed: Annotated[int, _integer(0, 2**31 - 1)] = 0
     repetitions: Annotated[int, _integer(1, 10_000)] = 1
     layers: Annotated[int, _integer(1, 57)] = 1
     checks: Flag = True
     timeout_s: Annotated[int, _integer(1, 86_400)] = 900
     model: dict[str, Any] = {}
-    notebooks: list[str] = Field(default=list(NOTEBOOKS))
+    notebooks: list[str] | None = None
 
     def expand(self) -> list[Case]:
         """Every case of the grid and the list, in file order, each once.
@@ -200,10 +208,18 @@ def parse(data: dict[str, Any], source: str) -> Params:
                 raise ParamsError(f"{source}: grid.{key}: needs at least one value, got []")
     _check_model(params.model, source)
     try:
-        params.expand()
+        cases = params.expand()
     except ValueError as exc:
         raise ParamsError(f"{source}: {exc}") from None
+    if params.notebooks is None:
+        return params.model_copy(update={"notebooks": notebooks_for(cases)})
     return params
+
+
+def notebooks_for(cases: list[Case]) -> list[str]:
+    """The notebooks of what ``cases`` differ in, and the report."""
+    varied = [n for key, n in SWEEP_NOTEBOOKS.items() if len({getattr(c, key) for c in cases}) > 1]
+    return [*varied, REPORT]
 
 
 def _check_model(model: dict[str, Any], source: str) -> None:

@@ -75,7 +75,7 @@ def sweep(
         raise parameter_files.ParamsError(f"--jobs must be at least 1, got {jobs}")
     given = parameter_files.load(file)
     cases = select(given.expand(), only)
-    find_notebooks(given.notebooks, file)
+    find_notebooks(given.notebooks or [], file)
     name = run or f"{Path(file).stem}-{results.code_fingerprint()[:8]}"
     folder = results.open_folder(Path(results_dir), name)
     with results.held(folder):
@@ -114,7 +114,7 @@ def _sweep_into(
     if report and not interrupted and asked:
         from m3lab.sweep.report import make_report
 
-        page = make_report(folder, notebooks=given.notebooks)
+        page = make_report(folder, notebooks=given.notebooks or [])
     return SweepResult(folder, len(cases), asked, skipped, interrupted, page)
 
 
