@@ -21,7 +21,7 @@ from torch import Tensor
 from m3lab.build import Build, build_cached, spec_key
 from m3lab.caches import BLOCK_TOKENS, KVContext, PagedCaches, random_context
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
-from m3lab.memory import Allocation, PeerBuffers, Scratch, StepCounter
+from m3lab.memory import MAX_LAYER, Allocation, PeerBuffers, Scratch, StepCounter
 from m3lab.placement import TL_POINTS
 from m3lab.reference import kernel as ref
 from m3lab.reference.kernel import Context
@@ -187,7 +187,9 @@ class DecodeStep:
         outputs: Sequence[dict[str, Allocation]] | None = None,
         room: int = 0,
     ) -> None:
-        self.shape = shape or RankShape()
+        self.shape = RankShape() if shape is None else shape
+        if not isinstance(self.shape, RankShape):
+            raise ValueError(f"shape must be a RankShape, got {type(shape).__name__}")
         self.model = self.shape.model
         self.tokens, self.q_len, self.pad_rows = tokens, q_len, pad_rows
         self.npes = self.shape.tp if npes is None else npes
@@ -209,8 +211,15 @@ class DecodeStep:
     # --- what may be asked for ---
 
     def _check_build(self, backend: str) -> None:
-        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int):
-            raise ValueError(f"tokens must be an integer in 1..{MAX_TOKENS}, got {self.tokens!r}")
+        _integer("tokens", self.tokens, f"1..{MAX_TOKENS}")
+        _integer("q_len", self.q_len, f"1..{self.tokens}")
+        _integer("pad_rows", self.pad_rows, f"0..{self.tokens - 1}")
+        _integer("seed", self.seed, "0..2147483647")
+        _integer("layer", self.layer, f"0..{MAX_LAYER}")
+        if not 0 <= self.seed < 1 << 31:
+            raise ValueError(f"seed must be in 0..2147483647, got {self.seed}")
+        if not 0 <= self.layer <= MAX_LAYER:
+            raise ValueError(f"layer must be in 0..{MAX_LAYER}, got {self.layer}")
         if not 1 <= self.tokens <= MAX_TOKENS:
             raise ValueError(f"tokens must be in 1..{MAX_TOKENS}, got {self.tokens}")
         if self.q_len < 1 or self.tokens % self.q_len:
@@ -251,14 +260,16 @@ class DecodeStep:
         return pool
 
     def _contexts_of(self, context: int | Sequence[int]) -> list[int]:
-        each = [context] * self.requests if isinstance(context, int) else list(context)
+        one = not isinstance(context, Sequence) or isinstance(context, str)
+        each: list[Any] = [context] * self.requests if one else [*context]  # type: ignore[misc]
         if len(each) != self.requests:
             raise ValueError(
                 f"context must be one number or one per live request ({self.requests}), "
                 f"got {len(each)}"
             )
         for n in each:
-            if isinstance(n, bool) or not self.q_len <= n <= self.model.max_context:
+            _integer("context", n, f"{self.q_len}..{self.model.max_context}")
+            if not self.q_len <= n <= self.model.max_context:
                 raise ValueError(
                     f"context must be in {self.q_len}..{self.model.max_context} "
                     f"(a request's own new tokens count), got {n}"
@@ -642,6 +653,11 @@ def _launcher(parameters: dict[str, Any]) -> tuple[Any, list[int]]:
     return build_post_attn_kernel(**parameters), trace_args()
 
 
+def _integer(name: str, value: Any, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer in {allowed}, got {value!r}")
+
+
 def check_inputs(step: DecodeStep, inputs: StepInputs) -> None:
     """ValueError naming the first tensor whose dtype or shape is not what the step needs."""
     m, n = step.model, step.tokens
@@ -662,6 +678,11 @@ def check_inputs(step: DecodeStep, inputs: StepInputs) -> None:
                 f"{name} must be {str(dtype).removeprefix('torch.')} {list(shape)}, "
                 f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             )
+    if not isinstance(inputs.contexts, list | tuple):
+        raise ValueError(
+            "contexts must be a list, one context per live request, "
+            f"got {type(inputs.contexts).__name__}"
+        )
     lengths = [ctx.length for ctx in inputs.contexts]
     if lengths != step.context:
         raise ValueError(

@@ -116,8 +116,10 @@ class LayerWeights:
     def __post_init__(self) -> None:
         for name, (size, dtype) in weight_specs(self.shape).items():
             t = getattr(self, name)
-            if t is None:
+            if t is None and name in (*EXPERT_TABLES, *SHARED_TABLES):
                 continue
+            if not isinstance(t, Tensor):
+                raise ValueError(f"{name} must be {dtype} {size}, got {type(t).__name__}")
             if tuple(t.shape) != size or t.dtype != dtype:
                 raise ValueError(f"{name} must be {dtype} {size}, got {t.dtype} {tuple(t.shape)}")
 

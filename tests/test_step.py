@@ -50,6 +50,12 @@ def small(tokens=2, **options):
         ({"until": "experts"}, ["until", "output", "'experts'"]),
         ({"backend": "cuda"}, ["backend", "interpreter", "'cuda'"]),
         ({"backend": "hip"}, ["hip", "not built yet"]),
+        ({"context": "many"}, ["context", "integer in 1..1048576", "'many'"]),
+        ({"context": 2.5}, ["context", "integer", "2.5"]),
+        ({"context": [300, 1.5]}, ["context", "integer", "1.5"]),
+        ({"q_len": "1"}, ["q_len", "integer", "'1'"]),
+        ({"seed": -1}, ["seed", "0..2147483647", "-1"]),
+        ({"layer": 128}, ["layer", "0..127", "128"]),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_in_one_sentence(options, parts):
@@ -59,6 +65,19 @@ def test_a_step_that_cannot_be_is_refused_in_one_sentence(options, parts):
     assert "\n" not in text
     for part in parts:
         assert part in text
+
+
+@pytest.mark.parametrize("shape", [4, SMALL.model])
+def test_a_step_of_what_is_no_rank_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=f"a RankShape, got {type(shape).__name__}"):
+        DecodeStep(shape)
+
+
+@pytest.mark.parametrize("value", [None, [1.0]])
+def test_a_layer_without_one_of_its_tensors_is_refused_by_name(value):
+    layer = random_layer(SMALL.model, 0, experts=None)
+    with pytest.raises(ValueError, match=rf"w_o must be .*got {type(value).__name__}"):
+        replace(layer, w_o=value)
 
 
 @pytest.mark.parametrize("tp", [0, 3, 16])
@@ -78,6 +97,7 @@ def test_a_tp_width_that_no_shard_has_is_refused(tp):
         ("iq", [[1.0]], ["iq", "tensor", "list"]),
         ("scores", torch.zeros(2, 4, 9), ["scores", "[2, 4, 3]", "[2, 4, 9]"]),
         ("contexts", [], ["contexts", "[300, 300]", "[]"]),
+        ("contexts", None, ["contexts", "a list", "NoneType"]),
     ],
 )
 def test_a_tensor_of_the_wrong_type_or_shape_is_named_with_what_was_expected(field, value, parts):
