@@ -22,6 +22,7 @@ TILE_ROWS = 16  # rows of one MFMA tile
 O_ROWS = 32  # hidden rows of an output-projection task
 CHUNK_K = 128  # k of one scaled MFMA
 MX_BLOCKS_PER_CHUNK = CHUNK_K // MX_BLOCK
+DOWN_CHUNKS_HELD = 6  # a token's down chunks that a wave's registers hold beside other weights
 DN_ROWS = 32  # hidden rows of a down task
 UG_ROWS = 16  # mid rows of a routed up / gate task
 SH_ROWS = 8  # mid rows of a shared-expert task: gate and up share one MFMA tile
@@ -326,7 +327,13 @@ class Placement:
     def down_in_flight(self) -> int:
         """Tokens whose down weights are in flight when the down products start: two, one where a
         token's fill too many registers."""
-        return 2 if self.down_chunks <= 6 else 1
+        return 2 if self.down_chunks <= DOWN_CHUNKS_HELD else 1
+
+    @property
+    def down_round(self) -> int:
+        """The routed round after which the first token's down weights are requested: the first;
+        the last where they and two tasks' up / gate weights fill too many registers."""
+        return 0 if self.down_chunks <= DOWN_CHUNKS_HELD else self.ug_rounds - 1
 
     @property
     def union_max(self) -> int:
@@ -345,7 +352,6 @@ class Placement:
             "keys": THREADS,
             "ranks": THREADS,
             "blocks": 4,
-            "misc": O_ROWS * MAX_TOKENS,
             "route": 8 * MAX_TOKENS,
             "route_weight": 8 * MAX_TOKENS,
         }

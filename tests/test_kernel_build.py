@@ -6,6 +6,7 @@ import re
 import pytest
 
 from m3lab.build import build
+from m3lab.isa_report import figures, peer_table, table
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.kernels.post_attn import build_post_attn_kernel, kernel_symbol, trace_args
 from m3lab.placement import LDS_BYTES
@@ -93,15 +94,57 @@ def test_no_vector_register_is_spilled_and_lds_fits(tokens):
     assert metadata(asm, "group_segment_fixed_size") <= LDS_BYTES
 
 
-def test_no_buffer_needs_a_waterfall_loop():
+@pytest.mark.parametrize(
+    ("tp", "tokens", "shared_fp8"),
+    [(4, 1, False), (4, 3, True), (8, 4, False), (2, 1, False), (2, 4, True)],
+)
+def test_whole_builds_of_every_width_spill_no_vector_register(tp, tokens, shared_fp8):
+    shape = RankShape(tp=tp)
+    asm = assembly(tokens, until=None, shape=shape, npes=tp, shared_fp8=shared_fp8)
+    assert metadata(asm, "vgpr_spill_count") == 0
+    assert metadata(asm, "private_segment_fixed_size") == 0
+    assert metadata(asm, "group_segment_fixed_size") <= LDS_BYTES
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_the_whole_kernel_needs_less_than_a_public_peers(tokens):
+    """Counts of the peer's static, table-shared build; registers are no cost below 256."""
+    asm = assembly(tokens, until=None, cache=CacheLayout(static_scale=True))
+    ours, peer = table([figures(asm)]).iloc[0], peer_table().loc[(tokens, False)]
+    for name in (
+        "instructions",
+        "LDS bytes",
+        "MFMA",
+        "buffer loads",
+        "LDS reads",
+        "waits",
+        "barriers",
+    ):
+        assert ours[name] <= peer[name], name
+
+
+def test_weights_of_a_task_are_requested_before_its_products():
+    """Left alone, the compiler moves each load to the product that uses it."""
+    asm = assembly(1, until=None)
+    ops = re.findall(r"^\t(buffer_load_\w+|v_mfma_scale\w*|s_barrier)", asm, re.M)
+    text = " ".join("M" if op.startswith("v_") else "B" if op == "s_barrier" else "L" for op in ops)
+    # 12 tiles and 6 scale dwords, then the 12 products: nothing in between
+    assert re.search(r"(L ){18}(M ){12}B", text)
+
+
+@pytest.mark.parametrize("until", ["output", None])
+def test_no_buffer_needs_a_waterfall_loop(until):
     """A descriptor the compiler cannot prove uniform is read lane by lane in a loop."""
-    assert "s_and_saveexec" in assembly()  # the kernel has masked code, but
-    assert not re.search(r"v_cmp_eq_u64.*\n(.*\n){0,6}.*s_and_saveexec", assembly())
+    asm = assembly(until=until)
+    assert "s_and_saveexec" in asm  # the kernel has masked code, but
+    assert not re.search(r"v_cmp_eq_u64.*\n(.*\n){0,6}.*s_and_saveexec", asm)
 
 
 def test_stamps_are_emitted_only_with_a_timeline():
     assert "s_memrealtime" not in assembly()
     assert assembly(timeline=True).count("s_memrealtime") == 15
+    assert "s_memrealtime" not in assembly(until=None)
+    assert assembly(until=None, timeline=True).count("s_memrealtime") == 29
 
 
 def test_a_static_scale_is_read_once_not_per_key():

@@ -212,6 +212,7 @@ def run(ctx, down, routed, shared):
     for token in range(tokens):
         if token + ahead < tokens:
             routed[token + ahead] = request_routed(ctx, token + ahead, down)
+            isa.keep_order()
         total = add_token(ctx, token, total, multiply_routed(ctx, token, routed.pop(token)))
     tile = fx.Vector.from_elements(total, fx.Float32)
     isa.lds_store(ctx.lds.red, ctx.tid * 4, tile, 4, fx.Float32)

@@ -117,22 +117,21 @@ def run_routed(ctx, jobs, shared):
     measured upstream). Two tokens' are in flight when the down products start.
     """
     rounds = ctx.build.place.ug_rounds
-    task = up_gate.RoutedTask(ctx, 0)
-    tiles = up_gate.request_routed(ctx, task)
+    tasks = [up_gate.RoutedTask(ctx, i) for i in range(rounds)]
+    tiles = up_gate.request_routed(ctx, tasks[0])
     stamp(ctx, 7)
     if shared is not None:
         compute_late(ctx, jobs, shared)
     routed, shared_tiles = {}, None
-    for i in range(rounds):
-        following = up_gate.RoutedTask(ctx, i + 1) if i + 1 < rounds else None
-        next_tiles = None if following is None else up_gate.request_routed(ctx, following)
+    for i, task in enumerate(tasks):
+        next_tiles = up_gate.request_routed(ctx, tasks[i + 1]) if i + 1 < rounds else None
         compute_routed(ctx, task, tiles, i % 2)
-        if i == 0:
+        if i == ctx.build.place.down_round:
             routed[0] = down.request_routed(ctx, 0, jobs.down)
             shared_tiles = down.request_shared(ctx, jobs.down)
         if i == rounds - 1 and min(ctx.build.tokens, ctx.build.place.down_in_flight) > 1:
             routed[1] = down.request_routed(ctx, 1, jobs.down)
-        task, tiles = following, next_tiles
+        tiles = next_tiles
     return routed, shared_tiles
 
 

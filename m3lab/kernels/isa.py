@@ -280,6 +280,13 @@ def unlikely(cond):
     return fx.Boolean(llvm.call_intrinsic(fx.Boolean.ir_type, "llvm.expect.i1", hint, [], []))
 
 
+@dsl_loc_tracing
+def keep_order():
+    """No instruction crosses this point of the schedule. Between requests and their use: to save
+    registers the compiler would move each load to its use, and only a few be in flight."""
+    rocdl.sched_barrier(0)
+
+
 def barrier():
     fx.gpu.barrier()
 

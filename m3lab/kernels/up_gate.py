@@ -140,6 +140,7 @@ def compute_routed(ctx, task, tiles, half):
     enough: wave 0 may still read the other half."""
     at = half * (2 * PARTIALS)
     gate, up = matrix.zero_tile(), matrix.zero_tile()
+    isa.keep_order()
     scales = load_scales(ctx, task.token)
     for i in range(ctx.build.place.ug_chunks):
         row = load_chunk(ctx, task.token, i)
