@@ -111,8 +111,8 @@ class ModelShape:
         transformers' ``MiniMaxM3VLTextConfig``, and the ``sparse_attention_config`` that it reads.
         """
         data = _config_of(config)
-        legacy = data.get("sparse_attention_config") or {}
-        rope = data.get("rope_parameters") or {}
+        legacy = _section(data, "sparse_attention_config")
+        rope = _section(data, "rope_parameters")
         base = cls()
 
         def number(name: str, *candidates: tuple[Mapping[str, Any], str]) -> Any:
@@ -132,6 +132,8 @@ class ModelShape:
         rotary = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
         if rotary is None:
             rope_dim = number("rope_dim", (data, "rotary_dim"))
+        elif isinstance(rotary, bool) or not isinstance(rotary, int | float):
+            raise ValueError(f"partial_rotary_factor must be a number, got {rotary!r}")
         else:
             rope_dim = int(head_dim * rotary)
         return cls(
@@ -164,6 +166,14 @@ class ModelShape:
             swiglu_limit=number("swiglu_limit", (data, "swiglu_limit")),
             max_context=number("max_context", (data, "max_position_embeddings")),
         )
+
+
+def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A nested part of the configuration; empty when it is not there."""
+    section = data.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{key} must be a mapping, got {section!r}")
+    return section
 
 
 def _config_of(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:

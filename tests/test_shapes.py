@@ -168,3 +168,17 @@ def test_build_choices_out_of_range_are_refused():
         IndexHeads(4, 4)
     with pytest.raises(ValueError, match="got 12"):
         CacheLayout(page_stride=12)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"rope_parameters": 3}, "rope_parameters must be a mapping, got 3"),
+        ({"sparse_attention_config": [1]}, r"sparse_attention_config must be a mapping, got \[1\]"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
+        ({"num_key_value_heads": 0}, "kv_heads must be at least 1, got 0"),
+    ],
+)
+def test_a_configuration_of_the_wrong_kind_is_refused_by_key(config, part):
+    with pytest.raises(ValueError, match=part):
+        ModelShape.from_config(config)
