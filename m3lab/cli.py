@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -174,6 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a foreseen error is one sentence on stderr and an exit code not 0."""
     from m3lab.build import BuildError, MissingFlyDSL
 
+    # such as a build cache that cannot be written: the sentence, not where it was raised
+    warnings.formatwarning = lambda message, *where, **line: f"m3lab: {message}\n"
     try:
         app(arguments)
     except (ValueError, MissingFlyDSL, BuildError, NotImplementedError, OSError) as exc:

@@ -178,6 +178,17 @@ def test_doctor_without_flydsl_says_so_and_ends_with_code_2(tmp_path):
     assert "pip install flydsl==0.5.0" in done.stdout
 
 
+def test_a_warning_is_one_sentence_without_a_line_of_code():
+    code = """
+import warnings
+from m3lab import cli
+cli.app = lambda arguments: warnings.warn("the build cache x cannot be written", stacklevel=1)
+cli.main([])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "m3lab: the build cache x cannot be written\n"
+
+
 def test_the_caches_folder_can_be_named(monkeypatch, tmp_path):
     monkeypatch.setenv("M3LAB_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
