@@ -177,6 +177,44 @@ def _bytes_title(data: pd.DataFrame) -> str:
     )
 
 
+def streams_over_floor(cases: pd.DataFrame) -> Figure:
+    """Bytes of each weight table and of the keys beside their floor, a bar a token count."""
+    rows = tables.longest(tables.streams(cases))
+    names = list(dict.fromkeys(rows["table"]))
+    counts = sorted(rows["tokens"].unique())
+    fig, axis = figure(_streams_title(rows), height=0.8 * len(names) + 1.4)
+    with mpl.rc_context(STYLE):
+        height = 0.8 / len(counts)
+        for i, tokens in enumerate(counts):
+            mine = rows[rows["tokens"] == tokens].set_index("table").loc[names]
+            y = np.arange(len(names)) + (i - (len(counts) - 1) / 2) * height
+            moved, floor = mine["moved"] / 1e6, mine["floor"] / 1e6
+            label = f"{tokens} token{'s' * (tokens > 1)}"
+            axis.barh(y, moved, height=height * 0.9, color=PALETTE[i], label=label)
+            axis.vlines(floor, y - height * 0.45, y + height * 0.45, color=INK, linewidth=2)
+            for at, end, ratio in zip(y, moved, mine["ratio"], strict=True):
+                axis.text(end, at, f" {ratio:.2f}×", va="center", fontsize=8)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.margins(x=0.1)
+        axis.xaxis.grid(True)
+        axis.set_xlabel("MB per rank and step; black line: floor; number: moved over floor")
+        axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return fig
+
+
+def _streams_title(rows: pd.DataFrame) -> str:
+    most = rows[rows["tokens"] == rows["tokens"].max()]
+    sums = most[["moved", "floor"]].sum()
+    expert = most[most["table"].str.startswith("experts")]["moved"].sum()
+    tokens = int(most["tokens"].iloc[0])
+    text = (
+        f"At {tokens} token{'s' * (tokens > 1)} a rank reads {sums['moved'] / 1e6:.0f} MB of "
+        f"weights and keys, {sums['moved'] / sums['floor']:.1f} times the floor"
+    )
+    return text + (f"; experts are {expert / sums['moved']:.0%} of it" if expert else "")
+
+
 def bytes_by_context(cases: pd.DataFrame) -> Figure:
     """Bytes moved and their floor against context, by class."""
     return _bytes_by(cases, "context", "context, keys")
@@ -209,8 +247,8 @@ def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
                 axis.plot(x, mean["moved"], "o-", color=PALETTE[i], label=text)
                 axis.plot(x, mean["floor"], "_--", color=PALETTE[i])
             axis.set_xticks(x, [f"{v:,}" for v in values], rotation=45 * (len(values) > 3))
-            axis.set(title=name, xlabel=label)
-            axis.title.set_fontsize(10)
+            axis.set_title(name, fontsize=PANEL_SIZE)
+            axis.set_xlabel(label)
             axis.set_ylim(bottom=0)
             axis.yaxis.grid(True)
         axes[0].set_ylabel("MB per rank and step (dashed: floor)")

@@ -6,6 +6,7 @@ Plain pandas over finished rows; nothing is run or built here. Bytes are bytes o
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -223,6 +224,30 @@ def isa_changes(cases: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
     return new.loc[shared] - old.loc[shared]
 
 
+def compared(
+    make: Callable[[pd.DataFrame], pd.DataFrame],
+    cases: pd.DataFrame,
+    before: pd.DataFrame,
+    columns: Sequence[str],
+    keys: Sequence[str] = (),
+) -> pd.DataFrame:
+    """``columns`` of table ``make`` of two runs, before, now and the change, of shared rows.
+
+    ``keys``: the columns that name a row (default: the table's index). Empty when none is shared.
+    """
+    new, old = make(cases), make(before)
+    if new.empty or old.empty:
+        return pd.DataFrame()
+    if keys:
+        new, old = (t.drop_duplicates([*keys]).set_index([*keys]) for t in (new, old))
+    rows = new.index[new.index.isin(old.index)]
+    sides = {"before": old.loc[rows], "now": new.loc[rows]}
+    sides["change"] = sides["now"][[*columns]] - sides["before"][[*columns]]
+    return pd.DataFrame(
+        {(name, side): table[name] for name in columns for side, table in sides.items()}
+    )
+
+
 def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
     """Bytes moved per rank by class beside the floor, a row a case and class."""
     rows = []
@@ -251,6 +276,139 @@ def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+# Kernel files whose bytes belong to the floors of these stages.
+FLOORS_OF = {
+    "selection": ("select",),
+    "attention": ("split", "merge"),
+    "output": ("output",),
+    "router": ("router",),
+    "experts": ("experts",),
+}
+STAGE_OF_FILE = {"select": "selection", "select_long": "selection"}
+
+
+def stage_bytes(cases: pd.DataFrame) -> pd.DataFrame:
+    """Bytes moved per rank beside the floor, a row a case and stage (a kernel file, or two)."""
+    rows = []
+    for case in finished(cases).to_dict("records"):
+        counters = _prologue_joined(json.loads(case["counters"]))
+        floors = json.loads(case["floors"])
+        moved = dict.fromkeys(FLOORS_OF, 0)
+        for entry in counters["bytes"]:
+            stage = STAGE_OF_FILE.get(entry["stage"], entry["stage"])
+            if entry["space"] != "lds" and stage in moved:
+                moved[stage] += entry["bytes"]
+        for stage, parts in FLOORS_OF.items():
+            if parts[0] in floors:
+                floor = sum(floors[part][field] for part in parts for field in FLOOR_CLASS)
+                rows.append(_over_floor(case, {"stage": stage}, moved[stage], floor))
+    return pd.DataFrame(rows)
+
+
+# What a rank streams from memory, by the buffers that hold it: the floor's (stage, field, share).
+STREAMS = {
+    "keys, values, scales": (("k_cache", "v_cache", "k_scale", "v_scale"), "split", "cache", 1.0),
+    "output projection": (("w_o", "s_o"), "output", "weights", 1.0),
+    "gate and norm": (("w_gate", "bias", "g_post"), "router", "weights", 1.0),
+    "experts, up / gate": (("w13", "s13"), "experts", "weights", 2 / 3),
+    "experts, down": (("w2", "s2"), "experts", "weights", 1 / 3),
+}
+
+
+def streams(cases: pd.DataFrame) -> pd.DataFrame:
+    """Bytes of weights and keys per rank beside the floor, a row a case and table."""
+    rows = []
+    for case in finished(cases).to_dict("records"):
+        read: dict[str, int] = {}
+        for entry in json.loads(case["counters"])["bytes"]:
+            read[entry["buffer"]] = read.get(entry["buffer"], 0) + entry["bytes"]
+        floors = json.loads(case["floors"])
+        for name, (buffers, stage, field, share) in STREAMS.items():
+            if stage in floors:
+                moved = sum(read.get(buffer, 0) for buffer in buffers)
+                floor = round(floors[stage][field] * share)
+                rows.append(_over_floor(case, {"table": name}, moved, floor))
+    return pd.DataFrame(rows)
+
+
+def _over_floor(
+    case: dict[str, Any], what: dict[str, Any], moved: int, floor: int
+) -> dict[str, Any]:
+    """A row: a case's bytes of all ranks as one rank's, the floor, and their ratio."""
+    per_rank = moved / case["npes"]
+    return {
+        "case": case["name"],
+        **{key: case[key] for key in ("tokens", "context", "tp", "npes")},
+        **what,
+        "moved": per_rank,
+        "floor": floor,
+        "ratio": per_rank / floor if floor else float("nan"),
+    }
+
+
+def longest(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the most ranks and, of those, of the longest context that all tokens have.
+
+    A case that is not a plain one of the grid (its name has a suffix) is left out.
+    """
+    if table.empty:
+        return table
+    table = table[~table["case"].str.contains(r"_(?:q\d|pad|stride|static)", regex=True)]
+    table = table[table["npes"] == table["npes"].max()]
+    counts = table.groupby("context")["tokens"].nunique()
+    return table[table["context"] == counts[counts == counts.max()].index.max()]
+
+
+def over_floor(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """``stage_bytes`` or ``streams`` for printing: MB moved, MB of floor, ratio, by tokens."""
+    rows = longest(table)
+    if rows.empty:
+        return rows
+    rows = rows.assign(moved=rows["moved"] / 1e6, floor=rows["floor"] / 1e6)
+    rows = rows.rename(columns={"moved": "moved, MB", "floor": "floor, MB"})
+    values = ["moved, MB", "floor, MB", "ratio"]
+    grid = rows.pivot_table(values, name, "tokens", sort=False)
+    grid = grid.reorder_levels([1, 0], axis=1)
+    return grid[[(t, v) for t in sorted(rows["tokens"].unique()) for v in values]]
+
+
+def lds_conflicts(cases: pd.DataFrame) -> pd.DataFrame:
+    """LDS cycles over the cycles without bank conflicts, a row a stage, a column a token count."""
+    rows = longest(stage_work(cases))
+    if rows.empty:
+        return rows
+    grid = rows.pivot_table("LDS cycles / conflict-free", "stage", "tokens")
+    grid.columns = pd.Index([f"{t} token{'s' * (t > 1)}" for t in grid.columns])
+    return grid
+
+
+def peer(cases: pd.DataFrame) -> pd.DataFrame:
+    """Our builds in the peer's form beside the public peer's (see ``isa_report.peer_table``).
+
+    That form: four ranks at W = 4, one KV scale a cache, the whole kernel. Index: (tokens, whose);
+    empty where the run has no such build.
+    """
+    done = finished(cases)
+    if done.empty:
+        return pd.DataFrame()
+    same = (done["npes"] == 4) & done["static_scale"].astype(bool) & (done["page_stride"] == 8)
+    same &= done["until"].isna() & (done["model"] == "{}")
+    theirs = isa_report.peer_table().xs(False, level="fused")
+    rows = {}
+    for case in done[same].sort_values("tokens").to_dict("records"):
+        tokens = case["tokens"]
+        if tokens in theirs.index:
+            figures = isa_report.IsaFigures(**json.loads(case["isa"]))
+            ours = isa_report.table([figures]).iloc[0][theirs.columns].astype("Float64")
+            rows[tokens, "this build"] = ours
+            rows[tokens, "public peer"] = theirs.loc[tokens].astype("Float64")
+            rows[tokens, "change, %"] = (ours / rows[tokens, "public peer"] - 1) * 100
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    if len(table):
+        table.index = pd.MultiIndex.from_tuples(rows, names=["tokens", ""])
+    return table
 
 
 # Files that every stage uses: what they do outside a stage is the kernel's opening.

@@ -36,7 +36,8 @@ def test_the_quick_sweep_covers_what_it_promises():
     assert any(c.q_len > 1 for c in cases)
     assert any(c.pad_rows for c in cases)
     assert any(c.page_stride == 16 for c in cases)
-    assert any(c.static_scale for c in cases)
+    peers = {(c.tokens, c.tp, c.npes) for c in cases if c.static_scale}
+    assert peers == {(t, 4, 4) for t in (1, 2, 4)}  # the form of isa_report.peer_table
 
 
 def test_the_full_grid_is_every_token_count_and_width_that_is_built():
