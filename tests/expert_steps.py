@@ -17,9 +17,11 @@ from m3lab.weights import random_layer
 POOL = (0, 1, 2, 3, 40, 63, 64, 127)
 
 
-def rank_shape(tp=4, inter=None, hidden=2048):
+def rank_shape(tp=4, inter=None, **model):
     inter = inter or 128 * tp
-    return RankShape(ModelShape(hidden=hidden, inter=inter, shared_inter=inter), tp)
+    return RankShape(
+        ModelShape(**({"hidden": 2048, "inter": inter, "shared_inter": inter} | model)), tp
+    )
 
 
 def run_whole(tokens, *, shape=None, bias=None, poke=None, run=None, **options):
@@ -68,6 +70,13 @@ def four_tokens():
     """From four tokens on a token's tasks have CTAs of their own, and the shared expert's tasks run
     after the routing."""
     return run_whole(4)
+
+
+@lru_cache
+def other_constants():
+    """A SwiGLU limit that most values pass, another route scale, another shared weight."""
+    model = {"swiglu_limit": 0.5, "route_scale": 1.5, "shared_weight": 0.25}
+    return run_whole(2, shape=rank_shape(**model))
 
 
 @lru_cache

@@ -4,7 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from expert_steps import POOL, four_tokens, one_token, rank_shape, run_whole, three_tokens
+from expert_steps import (
+    POOL,
+    four_tokens,
+    one_token,
+    other_constants,
+    rank_shape,
+    run_whole,
+    three_tokens,
+)
 
 from m3lab import step as driver
 from m3lab.formats import dequantize_mxfp8, quantize_mxfp8
@@ -14,7 +22,7 @@ from m3lab.reference.compare import rel_l2
 from m3lab.reference.numerics import mx_values
 from m3lab.weights import SHARED_TABLES
 
-LIVE = [one_token, three_tokens, four_tokens]
+LIVE = [one_token, three_tokens, four_tokens, other_constants]
 STAGE_BOUND = 2e-3
 
 
@@ -59,9 +67,9 @@ def tables(step, rank, name, expert):
     return mx_values(*getattr(shard, name)(expert)).double()
 
 
-def plain_mid(x, w13):
+def plain_mid(x, w13, limit):
     gate, up = (x @ w13.T).chunk(2)
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -72,7 +80,7 @@ def test_every_slots_intermediate_is_its_own_experts(run):
     x = dequantize_mxfp8(views.xn8, views.xsc).double()
     for row in range(step.tokens):
         for slot, expert in enumerate(views.experts[row].tolist()):
-            want = plain_mid(x[row], tables(step, 0, "w13", expert))
+            want = plain_mid(x[row], tables(step, 0, "w13", expert), step.model.swiglu_limit)
             got = views.mids[row, slot].double()
             assert ((got - want).abs() <= want.abs() * 2**-8 + 1e-5).all(), (row, slot)
 
