@@ -87,13 +87,20 @@ def show(make: Callable[[pd.DataFrame], Figure], run: Run, save_figures: bool = 
     ``save_figures`` also keeps it in the run's ``figures/``. A run with no finished case gets a
     sentence instead.
     """
-    from IPython.display import SVG, Markdown
+    from IPython.display import Markdown
 
     if tables.finished(run.cases).empty:
         return Markdown("*No case ran to its end: nothing to draw.*")
     fig = make(run.cases)
     if save_figures:
         save(fig, run.path / "figures", make.__name__)
+    return drawn(fig)
+
+
+def drawn(fig: Figure) -> Any:
+    """``fig`` as what a notebook cell displays: SVG."""
+    from IPython.display import SVG
+
     text = StringIO()
     with mpl.rc_context(STYLE):
         fig.savefig(text, format="svg", metadata={"Date": None})
@@ -189,7 +196,7 @@ def streams_over_floor(cases: pd.DataFrame) -> Figure:
             mine = rows[rows["tokens"] == tokens].set_index("table").loc[names]
             y = np.arange(len(names)) + (i - (len(counts) - 1) / 2) * height
             moved, floor = mine["moved"] / 1e6, mine["floor"] / 1e6
-            label = f"{tokens} token{'s' * (tokens > 1)}"
+            label = f"{tokens} token{'' if tokens == 1 else 's'}"
             axis.barh(y, moved, height=height * 0.9, color=PALETTE[i], label=label)
             axis.vlines(floor, y - height * 0.45, y + height * 0.45, color=INK, linewidth=2)
             for at, end, ratio in zip(y, moved, mine["ratio"], strict=True):
@@ -209,8 +216,9 @@ def _streams_title(rows: pd.DataFrame) -> str:
     expert = most[most["table"].str.startswith("experts")]["moved"].sum()
     tokens = int(most["tokens"].iloc[0])
     text = (
-        f"At {tokens} token{'s' * (tokens > 1)} a rank reads {sums['moved'] / 1e6:.0f} MB of "
-        f"weights and keys, {sums['moved'] / sums['floor']:.1f} times the floor"
+        f"At {tokens} token{'' if tokens == 1 else 's'} a rank reads "
+        f"{sums['moved'] / 1e6:.0f} MB of weights and keys, "
+        f"{sums['moved'] / sums['floor']:.1f} times the floor"
     )
     return text + (f"; experts are {expert / sums['moved']:.0%} of it" if expert else "")
 
@@ -243,7 +251,7 @@ def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
             rows = data[data["class"] == name]
             for i, (tokens, group) in enumerate(rows.groupby("tokens")):
                 mean = group.groupby(axis_name)[["moved", "floor"]].mean().reindex(values) / 1e6
-                text = f"{tokens} token{'s' * (tokens > 1)}"
+                text = f"{tokens} token{'' if tokens == 1 else 's'}"
                 axis.plot(x, mean["moved"], "o-", color=PALETTE[i], label=text)
                 axis.plot(x, mean["floor"], "_--", color=PALETTE[i])
             axis.set_xticks(x, [f"{v:,}" for v in values], rotation=45 * (len(values) > 3))
@@ -342,7 +350,7 @@ def stage_work(cases: pd.DataFrame) -> Figure:
         height = 0.8 / len(grid.columns)
         for i, tokens in enumerate(grid.columns):
             y = np.arange(len(grid)) + (i - (len(grid.columns) - 1) / 2) * height
-            label = f"{tokens} token{'s' * (tokens > 1)}"
+            label = f"{tokens} token{'' if tokens == 1 else 's'}"
             axis.barh(y, grid[tokens], height=height * 0.9, color=PALETTE[i], label=label)
         axis.set_yticks(range(len(grid)), grid.index)
         axis.invert_yaxis()
@@ -370,7 +378,7 @@ def interpreter_wall(cases: pd.DataFrame) -> Figure:
             for i, (tokens, group) in enumerate(rows.groupby("tokens")):
                 group = group.sort_values("context")
                 x = range(len(group))
-                label = f"{tokens} token{'s' * (tokens > 1)}"
+                label = f"{tokens} token{'' if tokens == 1 else 's'}"
                 axis.plot(x, group["interpreter_wall_s"], "o:", color=PALETTE[i], label=label)
                 axis.set_xticks(x, [f"{c:,}" for c in group["context"]])
             axis.set_title(name, fontsize=PANEL_SIZE)

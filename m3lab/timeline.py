@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from m3lab.interpreter.clock import Hop
     from m3lab.interpreter.part import Part
+    from m3lab.placement import Placement
     from m3lab.step import DecodeStep
 
 Kind = Literal["modelled", "measured"]
@@ -197,6 +198,63 @@ def what_if(
     out = pd.DataFrame(rows)
     out["gain, modelled us"] = base - out["step, modelled us"]
     return out.sort_values("gain, modelled us", ascending=False, ignore_index=True).round(2)
+
+
+# ---------------------------------------------------------------------- without any clock
+
+
+def tasks(place: Placement) -> pd.DataFrame:
+    """Tasks of each stage on each CTA: a row a stage in the order in which a CTA goes through
+    them, a column a CTA. Of the narrow form (1..4 tokens)."""
+    if place.wide:
+        raise ValueError(f"tasks are of the narrow form, got a wide step of {place.tokens} tokens")
+    rows = {
+        "split": _spread(place, "split", place.split_tasks),
+        "merge": _spread(place, "merge", place.merge_tasks),
+        "output": _spread(place, "o", place.o_tasks),
+        "router": _spread(place, "router", place.router_tasks),
+        "shared up / gate": _spread(place, "shared", place.shared_tasks),
+        "routed up / gate": [place.ug_tasks_of(cta) for cta in range(place.blocks)],
+        "down": _spread(place, "down", place.down_tasks),
+    }
+    if place.shared_after_routing:
+        order = [name for name in rows if name != "shared up / gate"]
+        order.insert(order.index("down"), "shared up / gate")
+        rows = {name: rows[name] for name in order}
+    rows = {name: row for name, row in rows.items() if any(row)}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="stage", columns="CTA")
+
+
+def _spread(place: Placement, stage: str, count: int) -> list[int]:
+    out = [0] * place.blocks
+    for task in range(count):
+        out[(place.bases[stage] + task) % place.blocks] += 1
+    return out
+
+
+def occupancy(table: pd.DataFrame) -> Figure:
+    """``tasks`` as a picture: how many tasks of each stage a CTA has."""
+    loads, spread = table.sum(), (table > 0).sum(axis=1)
+    title = (
+        f"A CTA has {loads.min()} to {loads.max()} tasks; the {spread.idxmin()} stage is on the "
+        f"fewest CTAs, {spread.min()} of {table.shape[1]}"
+    )
+    fig, axis = plots.figure(title, height=0.38 * len(table) + 1.5)
+    with plots.mpl.rc_context(plots.STYLE):
+        colours = plots.mpl.colors.ListedColormap(["white", *plots.mpl.colormaps["Blues"](
+            np.linspace(0.35, 1.0, int(table.to_numpy().max()))
+        )])  # fmt: skip
+        levels = np.arange(table.to_numpy().max() + 2) - 0.5
+        norm = plots.mpl.colors.BoundaryNorm(levels, colours.N)
+        mesh = axis.pcolormesh(
+            np.arange(table.shape[1] + 1), np.arange(len(table) + 1), table, cmap=colours, norm=norm
+        )
+        axis.set_yticks(np.arange(len(table)) + 0.5, table.index)
+        axis.hlines(range(1, len(table)), 0, table.shape[1], color=plots.FAINT, linewidth=0.7)
+        axis.set_xlabel("CTA")
+        axis.invert_yaxis()
+        fig.colorbar(mesh, ax=axis, ticks=range(len(levels) - 1), label="tasks")
+    return fig
 
 
 # ---------------------------------------------------------------------- pictures

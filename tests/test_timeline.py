@@ -9,6 +9,8 @@ import torch
 
 from m3lab import timeline
 from m3lab.interpreter.clock import Hop
+from m3lab.placement import Placement
+from m3lab.shapes import RankShape
 
 
 def stamps(offset=0):
@@ -124,3 +126,32 @@ def test_what_if_gains_are_against_the_whole_step_largest_first():
     table = timeline.what_if(SimpleNamespace(run=run))
     assert table["free stage"].tolist() == ["experts", "output"]
     assert table["gain, modelled us"].tolist() == [9.0, 3.0]
+
+
+def test_the_tasks_of_a_step_lie_where_the_stages_bases_put_them():
+    table = timeline.tasks(Placement(RankShape(tp=4), 1, 4))
+    where = {stage: set(row[row > 0].index) for stage, row in table.iterrows()}
+    assert where["split"] == set(range(8))
+    assert where["output"] == where["down"] == set(range(8, 200))
+    assert where["router"] == set(range(200, 216))
+    assert where["routed up / gate"] == set(range(192))
+    assert len(where["shared up / gate"]) == 96
+    assert "merge" not in where
+    assert table.to_numpy().max() == 1
+
+
+def test_four_tokens_shared_tasks_come_after_the_routing_and_every_task_is_somewhere():
+    place = Placement(RankShape(tp=4), 4, 1)
+    table = timeline.tasks(place)
+    assert list(table.index)[-3:] == ["routed up / gate", "shared up / gate", "down"]
+    assert table.sum(axis=1).to_dict() == {
+        "split": 32, "merge": 4, "output": 192, "router": 64,
+        "routed up / gate": 768, "shared up / gate": 96, "down": 192,
+    }  # fmt: skip
+    title = timeline.occupancy(table).get_suptitle()
+    assert "the merge stage is on the fewest CTAs, 4 of 256" in title
+
+
+def test_a_wide_steps_tasks_are_refused():
+    with pytest.raises(ValueError, match="narrow form, got a wide step of 8 tokens"):
+        timeline.tasks(Placement(RankShape(tp=4), 8, 4))
