@@ -380,7 +380,7 @@ def lds_conflicts(cases: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return rows
     grid = rows.pivot_table("LDS cycles / conflict-free", "stage", "tokens")
-    grid.columns = pd.Index([f"{t} token{'s' * (t > 1)}" for t in grid.columns])
+    grid.columns = pd.Index([f"{t} token{'' if t == 1 else 's'}" for t in grid.columns])
     return grid
 
 
