@@ -49,7 +49,7 @@ _LOCK = threading.RLock()  # a build changes os.environ, which the whole process
 # What turns a traced module into a Program or assembly, and what kernels are traced from: editing
 # any of these makes a new key.
 _TOOLS = ("build.py", "interpreter/lower.py", "interpreter/program.py")
-_SOURCES = (*_TOOLS, "kernels/*.py", "placement.py", "memory_layout.py", "shapes.py")
+_SOURCES = (*_TOOLS, "kernels/*.py", "placement.py", "tuning.py", "memory_layout.py", "shapes.py")
 
 
 class MissingFlyDSL(RuntimeError):

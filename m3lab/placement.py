@@ -12,6 +12,7 @@ from functools import cached_property
 
 from m3lab.memory_layout import N_SPLIT, ROUTER_EXPERTS
 from m3lab.shapes import MAX_TOKENS, MX_BLOCK, PAGE_TOKENS, RankShape
+from m3lab.tuning import Tuning
 
 WAVE = 64  # lanes of a wave
 WAVES = 8  # waves of a CTA
@@ -29,11 +30,6 @@ SH_ROWS = 8  # mid rows of a shared-expert task: gate and up share one MFMA tile
 ROW_PAD = 4  # words between LDS rows: the 16 rows of an operand fall in distinct banks
 TL_POINTS = 32  # timeline points
 
-# From this many tokens on, an expert's weights are read once for all of them.
-WIDE_FROM = 5
-# From this many tokens on, a row group's partials go to its owner rank alone.
-AG_RS_FROM = 12
-
 
 def scale_cols(k: int) -> int:
     """Scale columns of a weight table of ``k`` columns, padded to what the scale shuffle takes."""
@@ -49,7 +45,8 @@ def scale_pitch(chunks: int) -> int:
 class Placement:
     """Tasks, stage bases and LDS of one build.
 
-    ``tokens`` rows on a rank of ``shape`` in a group of ``npes`` peers, on ``blocks`` CTAs.
+    ``tokens`` rows on a rank of ``shape`` in a group of ``npes`` peers, on ``blocks`` CTAs;
+    ``tuning`` overrides its choices.
     A stage's task t runs on CTA (base + t) mod blocks. Raises ValueError, in one sentence, for
     what does not fit or is not built.
     """
@@ -58,6 +55,7 @@ class Placement:
     tokens: int
     npes: int = 4
     blocks: int = 256
+    tuning: Tuning = Tuning()  # noqa: RUF009  (frozen)
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= MAX_TOKENS:
@@ -77,6 +75,22 @@ class Placement:
                 f"heads (TP width {self.shape.tp}): the weights and partitions that its output "
                 "projection holds do not fit a wave's registers"
             )
+        if self.tuning.ug_by_token and self.blocks % self.tokens:
+            raise ValueError(
+                f"ug_by_token needs CTAs that the tokens divide, got {self.blocks} CTAs for "
+                f"{self.tokens} tokens"
+            )
+        if self.tuning.early_down_weights and self.down_chunks > DOWN_CHUNKS_HELD:
+            raise ValueError(
+                f"early_down_weights must be off where a token's down weights are more than "
+                f"{DOWN_CHUNKS_HELD} chunks, which registers do not hold beside the first task's, "
+                f"got {self.down_chunks} chunks"
+            )
+        if self.tuning.down_in_flight == 2 and self.down_chunks > DOWN_CHUNKS_HELD:
+            raise ValueError(
+                f"down_in_flight must be 1 where a token's down weights are more than "
+                f"{DOWN_CHUNKS_HELD} chunks, got 2 with {self.down_chunks} chunks"
+            )
         # one kv head's splits and the widest other stage side by side; every split task of a step
         # on a CTA of its own, since a long context's splits wait for each other
         beside = 0 if self.wide else max(self.o_tasks, self.down_tasks)
@@ -95,13 +109,13 @@ class Placement:
 
     @property
     def wide(self) -> bool:
-        """The mixture of experts runs expert by expert over all tokens."""
-        return self.tokens >= WIDE_FROM
+        """The mixture of experts runs expert by expert, its weights read once for all tokens."""
+        return self.tokens >= self.tuning.wide_from
 
     @property
     def owner_reduce(self) -> bool:
         """The all-reduces go through the row group's owner rank (two hops, half the bytes)."""
-        return self.tokens >= AG_RS_FROM and self.npes > 1
+        return self.tokens >= self.tuning.owner_reduce_from and self.npes > 1
 
     # ------------------------------------------------------------------ task counts
 
@@ -122,7 +136,7 @@ class Placement:
     @property
     def merge_tasks(self) -> int:
         """One per token; a single token's merge is folded into its output tasks."""
-        return self.tokens if self.tokens > 1 else 0
+        return self.tokens if self.tokens > 1 and not self.tuning.merge_in_output else 0
 
     @property
     def o_tasks(self) -> int:
@@ -135,6 +149,12 @@ class Placement:
     @property
     def router_tasks(self) -> int:
         return self.router_tasks_per_token * self.tokens
+
+    @property
+    def router_ctas(self) -> int:
+        """CTAs that share the router's tasks, before the grid wraps."""
+        by_token = self.tuning.router_by_token
+        return self.router_tasks_per_token if by_token else self.router_tasks
 
     @property
     def ug_per_slot(self) -> int:
@@ -180,9 +200,10 @@ class Placement:
     @property
     def ug_ctas_per_token(self) -> int | None:
         """CTAs that share one token's routed up / gate tasks, None for round robin."""
-        if self.tokens >= 4 and self.blocks % self.tokens == 0:
-            return self.blocks // self.tokens
-        return None
+        by_token = self.tuning.ug_by_token
+        if by_token is None:
+            by_token = self.tokens >= 4 and self.blocks % self.tokens == 0
+        return self.blocks // self.tokens if by_token else None
 
     def ug_tasks_of(self, cta: int) -> int:
         """Routed up / gate tasks that ``cta`` runs in the narrow form."""
@@ -199,6 +220,8 @@ class Placement:
     @property
     def shared_after_routing(self) -> bool:
         """The shared expert's tasks run after the routing: no CTA has a lighter routed load."""
+        if self.tuning.shared_after_routing is not None:
+            return self.tuning.shared_after_routing
         return len({self.ug_tasks_of(cta) for cta in range(self.blocks)}) == 1
 
     def _shared_base(self, base: dict[str, int]) -> int:
@@ -210,7 +233,7 @@ class Placement:
         ctas = range(self.blocks)
         load = [self.ug_tasks_of(cta) for cta in ctas]
         most = max(load)
-        router = {(base["router"] + t) % self.blocks for t in range(self.router_tasks)}
+        router = {(base["router"] + t) % self.blocks for t in range(self.router_ctas)}
         down = {cta for cta in ctas if 0 <= cta - base["down"] < self.down_tasks}
 
         def cost(first: int) -> tuple[int, ...]:
@@ -225,14 +248,18 @@ class Placement:
     # ------------------------------------------------------------------ LDS, in 4-byte words
 
     @property
+    def row_pad(self) -> int:
+        return ROW_PAD if self.tuning.pad_rows else 0
+
+    @property
     def xn8_row(self) -> int:
         """Pitch of a token's MXFP8 normed row."""
-        return self.shape.hidden // 4 + ROW_PAD
+        return self.shape.hidden // 4 + self.row_pad
 
     @property
     def xsc_row(self) -> int:
         """Pitch of that row's scales, a word each."""
-        return self.shape.hidden // MX_BLOCK + ROW_PAD
+        return self.shape.hidden // MX_BLOCK + self.row_pad
 
     @property
     def ug_chunks(self) -> int:
@@ -247,7 +274,7 @@ class Placement:
     @property
     def xn_scale_row(self) -> int:
         """Pitch of a normed row's scales in the narrow form: a wave's scales lie together."""
-        return WAVES * MX_BLOCKS_PER_CHUNK * scale_pitch(self.ug_chunks) + ROW_PAD
+        return WAVES * MX_BLOCKS_PER_CHUNK * scale_pitch(self.ug_chunks) + self.row_pad
 
     @property
     def mid_scale_row(self) -> int:
@@ -258,16 +285,16 @@ class Placement:
     @property
     def mid_row(self) -> int:
         """Pitch of a mid row in the wide form; the narrow form's are not padded."""
-        return self.shape.inter // 4 + ROW_PAD
+        return self.shape.inter // 4 + self.row_pad
 
     @property
     def midsc_row(self) -> int:
-        return self.shape.inter // MX_BLOCK + ROW_PAD
+        return self.shape.inter // MX_BLOCK + self.row_pad
 
     @property
     def o_row(self) -> int:
         """Pitch of a token's quantized attention row."""
-        return self.shape.o_k // 4 + ROW_PAD
+        return self.shape.o_k // 4 + self.row_pad
 
     @property
     def partial_words(self) -> int:
@@ -327,6 +354,8 @@ class Placement:
     def down_in_flight(self) -> int:
         """Tokens whose down weights are in flight when the down products start: two, one where a
         token's fill too many registers."""
+        if self.tuning.down_in_flight is not None:
+            return self.tuning.down_in_flight
         return 2 if self.down_chunks <= DOWN_CHUNKS_HELD else 1
 
     @property

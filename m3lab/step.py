@@ -27,6 +27,7 @@ from m3lab.reference import kernel as ref
 from m3lab.reference.kernel import Context
 from m3lab.reference.pre_attn import block_scores
 from m3lab.shapes import MAX_TOKENS, CacheLayout, ModelShape, RankShape
+from m3lab.tuning import Tuning
 from m3lab.views import RankViews, read_views
 from m3lab.weights import LayerWeights, PreparedLayer, prepare, random_layer, weight_specs
 
@@ -157,7 +158,7 @@ class DecodeStep:
     stage the build stops after, None builds them all. ``experts``: the routed experts that random
     weights hold (default: ``expert_pool``); the routing is steered to them through the correction
     bias, and every other expert is poisoned: its scales are NaN, its elements never written.
-    ``timeline`` builds the kernel with its stamps.
+    ``timeline`` builds the kernel with its stamps, ``tuning`` with other schedule knobs.
     ``room``: keys by which ``advance`` may lengthen each request; every block then has a place of
     its own. ``mailboxes``: those of a model whose other layers share them (default: own ones).
     ``outputs``: per rank the allocations of ``h_mid`` and ``ar_out`` (default: own ones).
@@ -186,6 +187,7 @@ class DecodeStep:
         mailboxes: Mailboxes | None = None,
         outputs: Sequence[dict[str, Allocation]] | None = None,
         room: int = 0,
+        tuning: Tuning | None = None,
     ) -> None:
         self.shape = RankShape() if shape is None else shape
         if not isinstance(self.shape, RankShape):
@@ -196,6 +198,7 @@ class DecodeStep:
         self.layout = layout or CacheLayout()
         self.until, self.seed, self.layer = until, seed, layer
         self.timeline = timeline
+        self.tuning = tuning or Tuning()
         self._check_build(backend)
         self.experts = self._experts_of(experts)
         self.requests = (tokens - pad_rows) // q_len
@@ -644,7 +647,11 @@ def kernel_parameters(step: DecodeStep) -> dict[str, Any]:
         "cache": step.layout,
         "until": step.until,
     }
-    return parameters | ({"timeline": True} if step.timeline else {})
+    if step.timeline:
+        parameters["timeline"] = True
+    if step.tuning.changes():
+        parameters["tuning"] = step.tuning
+    return parameters
 
 
 def _launcher(parameters: dict[str, Any]) -> tuple[Any, list[int]]:

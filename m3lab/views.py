@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m3lab.memory import Allocation, PeerBuffers, Scratch
+from m3lab.tuning import AG_RS_FROM
 
 if TYPE_CHECKING:
     from m3lab.step import DecodeStep
@@ -73,9 +74,11 @@ class RankViews:
         return {name: t for name, t in named.items() if isinstance(t, Tensor)}
 
 
-def publishes_h_mid(tokens: int, until: str | None = "output") -> bool:
-    """Whether a build writes h_mid: at 1 and from 12 tokens it is the router that does."""
-    return until != "output" or 2 <= tokens <= 11
+def publishes_h_mid(
+    tokens: int, until: str | None = "output", owner_from: int = AG_RS_FROM
+) -> bool:
+    """Whether a build writes h_mid: the router does at 1 token and from ``owner_from`` on."""
+    return until != "output" or 2 <= tokens < owner_from
 
 
 def read_views(
@@ -110,14 +113,15 @@ class _Reader:
     def tokens(self) -> int:
         return self.step.tokens
 
-    def region(self, name: str) -> Tensor:
-        """Typed values of a scratch region; its name is noted where a tag is not this launch's."""
+    def region(self, name: str, first: int | None = None) -> Tensor:
+        """Typed values of a scratch region, or of its ``first`` entries; its name is noted where a
+        tag is not this launch's."""
         values, current = self.scratch.view(
             name, step=self.number, layer=self.step.layer, tokens=self.tokens
         )
-        if current is not None and not bool(current.all()):
+        if current is not None and not bool(current[:first].all()):
             self.missing.append(name)
-        return values
+        return values[:first]
 
     def pushed(self, name: str) -> Tensor:
         """fp32 [npes, tokens, hidden]: what every rank pushed into this one's peer region."""
@@ -134,7 +138,9 @@ class _Reader:
 
     def attention(self) -> RankViews:
         n, heads, dim = self.tokens, self.step.shape.q_heads, self.step.model.head_dim
-        merged = n > 1
+        tuning, until = self.step.tuning, self.step.until
+        merged = n > 1 and not tuning.merge_in_output
+        h_mid = publishes_h_mid(n, until, tuning.owner_reduce_from)
         return RankViews(
             sp_o=self.region("sp_o").float().reshape(n, 8, heads, dim),
             sp_m=self.region("sp_m").reshape(n, 8, heads),
@@ -144,7 +150,7 @@ class _Reader:
             attnq_s=self.region("attnq_s").reshape(n) if merged else None,
             partials=self.pushed("attn"),
             a=self.region("a").float().reshape(n, -1),
-            h_mid=self.output("h_mid") if publishes_h_mid(n, self.step.until) else None,
+            h_mid=self.output("h_mid") if h_mid else None,
             missing=self.missing,
         )
 
@@ -152,7 +158,7 @@ class _Reader:
         n = self.tokens
         views.xn8 = self.region("xn8").reshape(n, -1)
         views.xsc = self.region("xsc").reshape(n, -1).to(torch.uint8)
-        pairs = self.region("scores")
+        pairs = self.region("scores", self.step.tuning.score_copies)
         views.keys = pairs[..., 0].contiguous()
         views.sigmoids = pairs[..., 1].contiguous().view(torch.float32)
 

@@ -16,6 +16,7 @@ from m3lab.kernels.mailbox import Box
 from m3lab.memory_layout import Region, peer_layout, scratch_layout
 from m3lab.placement import TL_POINTS, Placement
 from m3lab.shapes import CacheLayout, RankShape
+from m3lab.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Build:
     @property
     def npes(self) -> int:
         return self.place.npes
+
+    @property
+    def tuning(self) -> Tuning:
+        return self.place.tuning
 
     @cached_property
     def regions(self) -> dict[str, Region]:

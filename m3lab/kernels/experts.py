@@ -85,10 +85,17 @@ def fetch_late(ctx, jobs):
         routing.fetch_rows(ctx)
 
 
+def has_work(ctx, jobs):
+    """Whether anything but a shared task that has run already is this CTA's; the placement has the
+    shared tasks run late only on CTAs with routed ones, a tuning may on any."""
+    work = jobs.has_routed | jobs.down.exists
+    return work | jobs.has_shared if ctx.build.tuning.shared_after_routing else work
+
+
 @traced
 def routed_and_down(ctx, jobs, shared):
     """``shared``: the shared task's tiles where it runs after the routing, else None."""
-    if jobs.has_routed | jobs.down.exists:
+    if has_work(ctx, jobs):
         fetch_own(ctx, jobs)
         routing.route_tokens(ctx)
         stamp(ctx, 2)
@@ -119,20 +126,27 @@ def run_routed(ctx, jobs, shared):
     rounds = ctx.build.place.ug_rounds
     tasks = [up_gate.RoutedTask(ctx, i) for i in range(rounds)]
     tiles = up_gate.request_routed(ctx, tasks[0])
+    routed, shared_tiles = {}, None
+    if ctx.build.tuning.early_down_weights:
+        routed, shared_tiles = request_down(ctx, jobs)
     stamp(ctx, 7)
     if shared is not None:
         compute_late(ctx, jobs, shared)
-    routed, shared_tiles = {}, None
     for i, task in enumerate(tasks):
         next_tiles = up_gate.request_routed(ctx, tasks[i + 1]) if i + 1 < rounds else None
         compute_routed(ctx, task, tiles, i % 2)
-        if i == ctx.build.place.down_round:
-            routed[0] = down.request_routed(ctx, 0, jobs.down)
-            shared_tiles = down.request_shared(ctx, jobs.down)
+        if i == ctx.build.place.down_round and not routed:
+            routed, shared_tiles = request_down(ctx, jobs)
         if i == rounds - 1 and min(ctx.build.tokens, ctx.build.place.down_in_flight) > 1:
             routed[1] = down.request_routed(ctx, 1, jobs.down)
         tiles = next_tiles
     return routed, shared_tiles
+
+
+def request_down(ctx, jobs):
+    """The first token's tiles by token, and the shared expert's."""
+    routed = {0: down.request_routed(ctx, 0, jobs.down)}
+    return routed, down.request_shared(ctx, jobs.down)
 
 
 @traced

@@ -84,11 +84,8 @@ def load_residual(ctx, task):
 
 def input_rows(ctx):
     """lds.pool := every token's fp8 attention row; -> their scales."""
-    if ctx.build.tokens == 1:
-        words, scale = merge_token(ctx, 0)
-        for kv_head, word in enumerate(words):
-            isa.lds_store(ctx.lds.pool, row_quad(ctx, kv_head), word)
-        return [scale]
+    if ctx.build.place.merge_tasks == 0:
+        return [merge_row(ctx, token) for token in range(ctx.build.tokens)]
     box = scratch_box(ctx, "attnq_s")
     requests = [Request(box, token) for token in range(ctx.build.tokens)]
     scales = [isa.bits_float(word) for (word,) in mailbox.poll(ctx.tag, requests)]
@@ -96,6 +93,15 @@ def input_rows(ctx):
     isa.acquire()
     fetch_rows(ctx)
     return scales
+
+
+def merge_row(ctx, token):
+    """A token's row, merged here -> its scale."""
+    words, scale = merge_token(ctx, token)
+    for kv_head, word in enumerate(words):
+        at = token * ctx.build.place.o_row + row_quad(ctx, kv_head)
+        isa.lds_store(ctx.lds.pool, at, word)
+    return scale
 
 
 @traced

@@ -24,8 +24,9 @@ from m3lab.kernels.mailbox import launch_tag
 from m3lab.kernels.router import router
 from m3lab.kernels.select_long import select_long
 from m3lab.kernels.wave import div, mod
-from m3lab.placement import THREADS, TL_POINTS, WAVE, WIDE_FROM, Placement
+from m3lab.placement import THREADS, TL_POINTS, WAVE, Placement
 from m3lab.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
+from m3lab.tuning import Tuning
 
 UNTIL = ("output", "router", "experts")  # the last is the whole kernel
 
@@ -79,17 +80,25 @@ def build_post_attn_kernel(
     cache: CacheLayout = CacheLayout(),  # noqa: B008  (frozen)
     blocks: int = 256,
     until: str | None = None,
+    tuning: Tuning = Tuning(),  # noqa: B008  (frozen)
 ) -> Any:
     """The ``@flyc.jit`` launcher of K4 for one rank of an ``npes``-way group.
 
     ``tokens`` rows a step, ``blocks`` CTAs of 512 threads, all of which must be resident: the
     hand-offs spin. ``until`` stops the kernel after a stage of ``UNTIL``; None is the whole one.
+    ``tuning``: the schedule's knobs; a build that turns one has a number of its own in its name.
     Raises ValueError, in one sentence, for a combination that cannot be or is not built.
     """
     until = until or UNTIL[-1]
     _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until)
+    place = Placement(shape, tokens, npes, blocks, tuning)
+    if until != "output" and place.wide:
+        raise ValueError(
+            f"not built yet: the router and experts of {tokens} tokens, the wide form "
+            f"(build at most {tuning.wide_from - 1}, or until='output')"
+        )
     build = Build(
-        place=Placement(shape, tokens, npes, blocks),
+        place=place,
         cache=cache,
         sm_scale=sm_scale,
         eps=eps,
@@ -121,6 +130,7 @@ def build_post_attn_kernel(
         sf8=shared_fp8,
         b=blocks,
         u=UNTIL.index(until),
+        **({"tu": tuning.number} if tuning.changes() else {}),
     )
 
     @flyc.kernel(name=symbol, known_block_size=[THREADS, 1, 1])
@@ -232,11 +242,6 @@ def _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks,
         raise ValueError(f"until must be one of {UNTIL} or None, got {until!r}")
     if fuse_k1:
         raise ValueError("not built yet: the fused pre-attention kernel (fuse_k1)")
-    if until != "output" and tokens >= WIDE_FROM:
-        raise ValueError(
-            f"not built yet: the router and experts of {tokens} tokens, "
-            f"the wide form (build at most {WIDE_FROM - 1}, or until='output')"
-        )
     if heads.count > 1 and npes != heads.count:
         raise ValueError(f"four index heads need four peers, got {npes}")
     if heads.count > 1 and init_blocks:

@@ -12,7 +12,7 @@ from m3lab.kernels.context import first_task, inbox_box, scratch_box, stamp
 from m3lab.kernels.isa import const_expr, range_constexpr, traced
 from m3lab.kernels.mailbox import Request
 from m3lab.kernels.wave import WHOLE_WAVE, add, butterfly, div, fold, mod
-from m3lab.memory_layout import ROUTER_EXPERTS, SCORE_COPIES, WORD_BYTES
+from m3lab.memory_layout import ROUTER_EXPERTS, WORD_BYTES
 from m3lab.placement import THREADS, WAVES
 from m3lab.shapes import MAX_TOKENS, MX_BLOCK
 
@@ -28,7 +28,11 @@ def router(ctx):
     """Every (token, eight experts); the tokens' norms and products run on different CTAs, not one
     after another in each (four tokens: 74.7 -> 64.1 us, measured upstream)."""
     place = ctx.build.place
-    for task in range(first_task(ctx, "router"), place.router_tasks, place.blocks):
+    first, stride = first_task(ctx, "router"), place.blocks
+    if const_expr(ctx.build.tuning.router_by_token):
+        stride = place.router_ctas
+        first = isa.select(first < stride, first, fx.Int32(place.router_tasks))
+    for task in range(first, place.router_tasks, stride):
         router_task(ctx, fx.Int32(task))
 
 
@@ -177,7 +181,7 @@ def publish_scores(ctx, token, expert, logit, bias):
     """(routing key, sigmoid) of this wave's expert to every copy, a lane each."""
     sigmoid = isa.rcp(1.0 + isa.exp2(isa.bf16_round(logit) * -LOG2E))
     key = routing_key(sigmoid + bias, expert)
-    if ctx.lane < SCORE_COPIES:
+    if ctx.lane < ctx.build.tuning.score_copies:
         experts = ctx.build.shape.model.experts
         at = ((ctx.lane * MAX_TOKENS + token) * experts + expert) * 2
         words = [key, isa.float_bits(sigmoid)]

@@ -12,7 +12,7 @@ from m3lab.kernels.isa import const_expr, select, traced
 from m3lab.kernels.mailbox import Request
 from m3lab.kernels.router import EXPERT_BITS
 from m3lab.kernels.wave import WHOLE_WAVE, butterfly, div, largest, mod, pick
-from m3lab.memory_layout import PAIR_BYTES, SCORE_COPIES
+from m3lab.memory_layout import PAIR_BYTES
 from m3lab.placement import THREADS
 from m3lab.shapes import MAX_TOKENS, MX_BLOCK
 
@@ -25,12 +25,18 @@ ROUTE_PITCH = 8  # words of a token's slots in lds.route and lds.route_weight
 
 @traced
 def fetch_rows(ctx, token=None):
-    """lds.pool := the MXFP8 row and scales of ``token``, None for every token's. The caller syncs.
+    """lds.pool := the MXFP8 row and scales of ``token``, None: every token's. The caller syncs."""
+    place = ctx.build.place
+    if const_expr(not ctx.build.tuning.spin_whole_row):
+        await_rows(ctx, token)
+    keep_rows(ctx, list(range(place.tokens)) if token is None else [token])
 
-    Wave 0 waits on the last word of each router task's slice first: all threads of all CTAs
-    spinning on the whole of it held the shared expert's rows back 3 us (four tokens, measured
-    upstream).
-    """
+
+@traced
+def await_rows(ctx, token):
+    """Wave 0 waits on the last word of each router task's slice, the others at the barrier: all
+    threads of all CTAs spinning on the whole row held the shared expert's rows back 3 us (four
+    tokens, measured upstream)."""
     place = ctx.build.place
     words = ctx.build.shape.hidden // 4
     if ctx.wave == 0:
@@ -40,7 +46,6 @@ def fetch_rows(ctx, token=None):
         last = of * words + (mod(ctx.lane, parts) + 1) * (words // parts) - 1
         mailbox.poll(ctx.tag, [Request(scratch_box(ctx, "xn8"), last)])
     isa.barrier()
-    keep_rows(ctx, list(range(place.tokens)) if token is None else [token])
 
 
 def keep_rows(ctx, tokens):
@@ -114,7 +119,7 @@ def route_token(ctx, token):
 def poll_scores(ctx, token):
     """This lane's two experts, ``lane`` and ``lane`` + 64: (their keys, their sigmoids)."""
     experts = ctx.build.shape.model.experts
-    first = (mod(ctx.bid, SCORE_COPIES) * MAX_TOKENS + token) * experts
+    first = (mod(ctx.bid, ctx.build.tuning.score_copies) * MAX_TOKENS + token) * experts
     box = scratch_box(ctx, "scores")
     at = [(first + ctx.lane + half) * 2 for half in range(0, experts, isa.LANES)]
     got = mailbox.poll(ctx.tag, [Request(box, index, 2) for index in at])

@@ -52,18 +52,19 @@ def count_ranks(ctx, n_blk):
     keys took 1.9 us (measured upstream).
     """
     keys, ranks = ctx.lds.keys, ctx.lds.ranks
-    part = mod(ctx.tid, RANK_SPLIT)
-    for first in range(0, n_blk, THREADS // RANK_SPLIT):
-        block = fx.Int32(first) + div(ctx.tid, RANK_SPLIT)
+    split, lanes = (1, ()) if ctx.build.tuning.serial_rank else (RANK_SPLIT, RANK_LANES)
+    part = mod(ctx.tid, split)
+    for first in range(0, n_blk, THREADS // split):
+        block = fx.Int32(first) + div(ctx.tid, split)
         own = fx.min(block, n_blk - 1)
         own_key = isa.lds_load(keys, own)
         count = fx.Int32(0)
-        for start in range(0, n_blk, RANK_SPLIT):
+        for start in range(0, n_blk, split):
             other = fx.Int32(start) + part  # below THREADS: every key is written
             other_key = isa.lds_load(keys, other)
             beats = (other_key > own_key) | ((other_key == own_key) & (other > own))
             count = count + select(beats & (other < n_blk), fx.Int32(1), fx.Int32(0))
-        count = butterfly(count, RANK_LANES)
+        count = butterfly(count, lanes)
         if (part == 0) & (block < n_blk):
             isa.lds_store(ranks, block, count)
 
