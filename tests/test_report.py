@@ -143,6 +143,13 @@ def test_a_run_with_no_finished_case_says_so_instead_of_drawing(sample):
     assert "nothing to draw" in plots.show(plots.accuracy, empty).data
 
 
+def test_a_run_of_one_case_of_one_token_has_its_report(folder):
+    write_rows(folder, [r for r in read_rows(folder) if r["tokens"] == 1][:1])
+    text = report.make_report(folder).read_text()
+    assert "1 token" in text
+    assert "1 tokens" not in text
+
+
 def test_the_report_is_one_page_without_code_or_outside_references(folder):
     page = report.make_report(folder, notebooks=["20_report"])
     text = page.read_text()
@@ -185,6 +192,26 @@ def test_a_report_of_a_run_with_crashed_cases_is_made_and_says_not_passed(folder
     text = report.make_report(folder, notebooks=["20_report"]).read_text()
     assert "NOT PASSED" in text
     assert "ended with code -9" in text
+
+
+def test_two_runs_are_compared_on_what_they_share(sample):
+    older = sample.cases.iloc[1:].reset_index(drop=True)
+    case = older.loc[0]
+    counters = json.loads(case["counters"])
+    entry = next(e for e in counters["bytes"] if e["buffer"] == "w_o")
+    entry["bytes"] -= 4096 * int(case["npes"])
+    older.loc[0, "counters"] = json.dumps(counters)
+    keys = ["case", "class"]
+    table = tables.compared(tables.moved_bytes, sample.cases, older, ["moved"], keys)
+    change = table["moved", "change"]
+    assert len(change) == 4 * len(older)
+    assert change[case["name"], "weights"] == 4096
+    assert change.abs().sum() == 4096
+
+
+def test_the_comparison_notebook_runs_on_a_run_and_the_one_before(folder):
+    report.make_report(folder, notebooks=["21_compare"])
+    assert "builds they share" in (folder / "21_compare.ipynb").read_text()
 
 
 @pytest.mark.slow

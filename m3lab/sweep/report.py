@@ -20,6 +20,7 @@ from m3lab.sweep.params import ParamsError, parse
 from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, read_meta, write_atomic
 
 REPORT = "20_report"
+COMPARE = "21_compare"
 SAME_BUILDS = ("model", "until")  # parameters that make builds of one label the same build
 GOOD, PARTIAL, BAD = "#00735C", "#8A5A00", "#B3261E"
 
@@ -65,8 +66,10 @@ def execute(source: Path, folder: Path) -> Any:
     import papermill
 
     parameters: dict[str, Any] = {"run": ".", "save_figures": True}
-    if source.stem == REPORT and (before := previous_run(folder)):
+    if source.stem in (REPORT, COMPARE) and (before := previous_run(folder)):
         parameters["before"] = f"../{before.name}"
+    elif source.stem == COMPARE:
+        parameters["before"] = "."  # no earlier run: against itself, nothing changed
 
     def run(target: Path) -> None:
         try:
