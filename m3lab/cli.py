@@ -88,7 +88,10 @@ def build(
     solo: Annotated[bool, typer.Option(help="one rank with no peer")] = False,
     static_scale: Annotated[bool, typer.Option(help="one KV scale per cache")] = False,
     page_stride: Annotated[int, typer.Option(help="page ids per block: 8 or 16")] = 8,
-    until: Annotated[str, typer.Option(help="stage the build stops after")] = "output",
+    until: Annotated[
+        str | None,
+        typer.Option(help="stage the build stops after, output or router; default: all stages"),
+    ] = None,
     emit: Annotated[str, typer.Option(help="'asm', or 'object' (needs ld.lld)")] = "asm",
     out: Annotated[
         Path | None, typer.Option(help="folder to write the assembly or object to")

@@ -124,8 +124,12 @@ def test_the_notebooks_are_there():
         "01_build_and_isa",
         "02_weights_and_layouts",
         "03_verify",
+        "04_timeline",
         "10_sweep_tokens",
+        "11_sweep_context",
+        "12_sweep_tp",
         "20_report",
+        "21_compare",
     }
 
 
