@@ -239,6 +239,11 @@ class DecodeStep:
             raise ValueError(
                 f"npes must be 1 (solo) or the TP width {self.shape.tp}, got {self.npes}"
             )
+        if self.shape.kv_heads != self.shape.index_heads:
+            raise ValueError(
+                f"a rank needs an index head per kv head, got {self.shape.index_heads} "
+                f"and {self.shape.kv_heads}"
+            )
         if self.until not in (None, *BUILT_STAGES):
             raise ValueError(f"until must be one of {', '.join(BUILT_STAGES)}, got {self.until!r}")
         if backend not in BACKENDS:

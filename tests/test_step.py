@@ -80,6 +80,12 @@ def test_a_layer_without_one_of_its_tensors_is_refused_by_name(value):
         replace(layer, w_o=value)
 
 
+def test_a_kv_head_without_an_index_head_is_refused():
+    shape = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512, kv_heads=8), 4)
+    with pytest.raises(ValueError, match="an index head per kv head, got 1 and 2"):
+        DecodeStep(shape, 1)
+
+
 @pytest.mark.parametrize("tp", [0, 3, 16])
 def test_a_tp_width_that_no_shard_has_is_refused(tp):
     with pytest.raises(ValueError, match=rf"TP width must be one of \(1, 2, 4, 8\), got {tp}"):

@@ -21,6 +21,7 @@ from m3lab.verdicts import unequal_bits
 from m3lab.weights import random_layer
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 4)
+TWO = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 2)
 EIGHT = RankShape(ModelShape(hidden=2048, inter=1024, shared_inter=1024), 8)
 CONTEXTS = (2049, 100, 1, 2048, 8192, 65536)
 POOL = (0, 1, 2, 3, 40, 77, 126, 127)
@@ -74,6 +75,13 @@ def test_four_ranks_agree_with_the_reference_and_with_each_other():
 def test_eight_ranks_of_eight_heads_agree_with_the_reference():
     step, result = whole(2, context=[2049, 300], npes=8, shape=EIGHT)
     assert failures(step, result) == []
+
+
+def test_a_rank_of_two_kv_heads_selects_for_each_and_agrees_with_the_reference():
+    step, result = whole(2, context=[2049, 4000], shape=TWO)
+    assert failures(step, result) == []
+    first, second = (step.selections[0][2 + head].blocks.tolist() for head in (0, 1))
+    assert first != second
 
 
 def test_a_draft_of_two_rows_a_request_is_the_references():
@@ -158,7 +166,7 @@ def context_sets(tokens: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("solo", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "contexts"), [(n, contexts) for n in (1, 2, 3, 4) for contexts in context_sets(n)]
