@@ -192,13 +192,15 @@ class DecodeStep:
         self.shape = RankShape() if shape is None else shape
         if not isinstance(self.shape, RankShape):
             raise ValueError(f"shape must be a RankShape, got {type(shape).__name__}")
+        self.tuning = Tuning() if tuning is None else tuning
+        if not isinstance(self.tuning, Tuning):
+            raise ValueError(f"tuning must be a Tuning, got {type(tuning).__name__}")
         self.model = self.shape.model
         self.tokens, self.q_len, self.pad_rows = tokens, q_len, pad_rows
         self.npes = self.shape.tp if npes is None else npes
         self.layout = layout or CacheLayout()
         self.until, self.seed, self.layer = until, seed, layer
         self.timeline = timeline
-        self.tuning = tuning or Tuning()
         self._check_build(backend)
         self.experts = self._experts_of(experts)
         self.requests = (tokens - pad_rows) // q_len

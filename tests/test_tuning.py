@@ -157,7 +157,7 @@ def test_the_wide_experts_are_refused_wherever_they_begin():
 # --- results ---
 
 
-def run(tokens, npes=4, until=None, **change):
+def run(tokens, npes=4, until=None, timeline=False, clock=None, **change):
     pytest.importorskip("flydsl")
     from m3lab.interpreter import Memory
     from m3lab.step import DecodeStep
@@ -169,10 +169,11 @@ def run(tokens, npes=4, until=None, **change):
         context=[CONTEXTS[i % 4] for i in range(tokens)],
         until=until,
         memory=Memory(poison=True),
+        timeline=timeline,
         tuning=Tuning(**change),
     )
     step.prepare()
-    return step, step.run()
+    return step, step.run(clock=clock)
 
 
 default = lru_cache(run)
@@ -217,3 +218,35 @@ def test_an_earlier_owner_reduce_changes_no_bit():
         )
         assert current.all()
         assert unequal_bits(gathered.float().reshape(5, -1), want.a) == 0
+        # the owner alone has the sum: h_mid is the router's then
+        assert want.h_mid is not None
+        assert result.ranks[rank].h_mid is None
+
+
+def stamped(tokens, until, **change):
+    """{point: CTAs that passed it} of a solo launch with a modelled clock."""
+    pytest.importorskip("flydsl")
+    from m3lab.interpreter.clock import Clock
+
+    _, result = run(tokens, 1, until, timeline=True, clock=Clock(), **change)
+    ticks = result.stamps[0]
+    return {p: set((ticks[:, p] != 0).nonzero()[:, 0].tolist()) for p in range(32)}
+
+
+def test_router_tasks_one_token_after_another_are_on_sixteen_ctas():
+    place = Placement(SMALL, 4, npes=1)
+    row_in = stamped(4, "router", router_by_token=True)[22]
+    assert row_in == {place.bases["router"] + i for i in range(16)}
+
+
+def test_merged_in_the_output_tasks_every_one_of_them_waits_for_the_partitions():
+    place = Placement(SMALL, 2, npes=1)
+    partitions_in = stamped(2, "output", merge_in_output=True)[3]
+    assert partitions_in == {16 + i for i in range(place.o_tasks)}
+
+
+def test_something_else_than_a_tuning_is_refused():
+    from m3lab.step import DecodeStep
+
+    with pytest.raises(ValueError, match="tuning must be a Tuning, got dict"):
+        DecodeStep(tuning={"poll_all": True})
