@@ -233,6 +233,14 @@ def stamped(tokens, until, **change):
     return {p: set((ticks[:, p] != 0).nonzero()[:, 0].tolist()) for p in range(32)}
 
 
+def test_only_as_many_copies_of_the_scores_are_published():
+    step, result = run(2, 1, "router", score_copies=2)
+    scratch = step.mailboxes.scratch[0]
+    _, current = scratch.view("scores", step=result.step, layer=step.layer, tokens=2)
+    assert current[:2].all()
+    assert not current[2:].any()
+
+
 def test_router_tasks_one_token_after_another_are_on_sixteen_ctas():
     place = Placement(SMALL, 4, npes=1)
     row_in = stamped(4, "router", router_by_token=True)[22]
