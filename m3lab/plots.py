@@ -216,7 +216,7 @@ def _streams_title(rows: pd.DataFrame) -> str:
     expert = most[most["table"].str.startswith("experts")]["moved"].sum()
     tokens = int(most["tokens"].iloc[0])
     text = (
-        f"At {tokens} token{'' if tokens == 1 else 's'} a rank reads "
+        f"At {tokens} token{'' if tokens == 1 else 's'} a rank of W = {rows['tp'].iloc[0]} reads "
         f"{sums['moved'] / 1e6:.0f} MB of weights and keys, "
         f"{sums['moved'] / sums['floor']:.1f} times the floor"
     )
@@ -235,7 +235,7 @@ def bytes_by_tp(cases: pd.DataFrame) -> Figure:
 
 def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
     """MB per rank by class against ``axis_name``: solid moved, dashed floor, a colour a tokens."""
-    data = tables.moved_bytes(cases)
+    data = tables.plain(tables.moved_bytes(cases))
     data = data[data["npes"] == 1] if (data["npes"] == 1).any() else data
     total = data.groupby(axis_name)["moved"].sum() / data.groupby(axis_name)["case"].nunique()
     first, last = total.index[0], total.index[-1]
@@ -344,7 +344,7 @@ def stage_work(cases: pd.DataFrame) -> Figure:
     grid = data.pivot(index="stage", columns="tokens", values="wave operations").fillna(0)
     grid = grid.loc[grid.sum(axis=1).sort_values(ascending=False).index]
     share = grid.iloc[0].sum() / grid.to_numpy().sum()
-    title = f"{grid.index[0]} makes {share:.0%} of the operations that the interpreter executed"
+    title = f"The {grid.index[0]} stage makes {share:.0%} of the operations executed"
     fig, axis = figure(title, height=0.5 * len(grid) + 1.6)
     with mpl.rc_context(STYLE):
         height = 0.8 / len(grid.columns)

@@ -348,17 +348,25 @@ def _over_floor(
     }
 
 
-def longest(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the most ranks and, of those, of the longest context that all tokens have.
-
-    A case that is not a plain one of the grid (its name has a suffix) is left out.
-    """
+def plain(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of plain cases, whose names tell no unusual layout or batch; all, if none is."""
     if table.empty:
         return table
-    table = table[~table["case"].str.contains(r"_(?:q\d|pad|stride|static)", regex=True)]
+    kept = table[~table["case"].str.contains(r"_(?:q\d|pad|stride|static)", regex=True)]
+    return kept if len(kept) else table
+
+
+def longest(table: pd.DataFrame) -> pd.DataFrame:
+    """The plain rows of the most ranks (alone: of W = 4, where it is there, else the widest) and,
+    of those, of the longest context that the most token counts have: one case a token count."""
+    table = plain(table)
+    if table.empty:
+        return table
     table = table[table["npes"] == table["npes"].max()]
+    table = table[table["tp"] == (4 if (table["tp"] == 4).any() else table["tp"].max())]
     counts = table.groupby("context")["tokens"].nunique()
-    return table[table["context"] == counts[counts == counts.max()].index.max()]
+    table = table[table["context"] == counts[counts == counts.max()].index.max()]
+    return table[table["case"].isin(table.drop_duplicates("tokens")["case"])]
 
 
 def over_floor(table: pd.DataFrame, name: str) -> pd.DataFrame:
