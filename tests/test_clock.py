@@ -14,6 +14,8 @@ from m3lab.build import build
 from m3lab.interpreter import Launch, Memory, run
 from m3lab.interpreter.clock import Census, Clock
 from m3lab.interpreter.part import CONSTANTS, load_part, read_part
+from m3lab.shapes import ModelShape, RankShape
+from m3lab.step import DecodeStep
 
 PART = load_part()
 KEPT = (
@@ -73,6 +75,20 @@ def test_a_loop_that_prefetches_hides_the_latency():
     one, nine = (stamp_ns("prefetch", part=part, loads=n) for n in (1, 9))
     # a round's work takes 101 operations of 4 clocks, 168 ns: longer than the load it hides
     assert nine - one == pytest.approx(8 * 101 * 4 / 2.4, abs=50)
+
+
+def test_a_loop_waits_for_what_the_round_before_requested():
+    part = QUIET.with_values(hbm_ns=1000, issue_valu_clk=4, instructions_per_op=1)
+    one, nine = (stamp_ns("prefetch", part=part, loads=n) for n in (1, 9))
+    # two loads are in flight: a round takes half a latency and half its work
+    assert nine - one == pytest.approx(8 * (1000 + 101 * 4 / 2.4) / 2, abs=50)
+
+
+def test_using_an_earlier_load_waits_for_no_later_one():
+    part = QUIET.with_values(hbm_ns=1000, issue_valu_clk=4, instructions_per_op=1)
+    _, (stamps,), _ = launch("two_loads", part, steps=150)
+    assert int(stamps[0, 0, 0]) * 10 == pytest.approx(1000, abs=15)
+    assert int(stamps[0, 1, 0]) * 10 == pytest.approx(1500, abs=25)
 
 
 def test_a_barrier_takes_the_slowest_wave():
@@ -182,6 +198,7 @@ def test_a_small_buffer_is_found_warm():
     ],
 )
 def test_the_schedule_changes_neither_bits_nor_modelled_time(name, options):
+    options["part"] = PART.with_values(hbm_gbs=64)
     lockstep, stamps, words = launch(name, **options)
     again, _, _ = launch(name, **options)
     assert torch.equal(again.state, lockstep.state)
@@ -191,6 +208,23 @@ def test_the_schedule_changes_neither_bits_nor_modelled_time(name, options):
         assert torch.equal(other.state, lockstep.state)
         assert torch.equal(got[0], stamps[0])
         assert torch.equal(same, words)
+
+
+def test_a_whole_kernel_of_four_ranks_is_timed_alike_under_every_schedule():
+    shape = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
+    step = DecodeStep(shape, 2, context=[2049, 100], until=None).prepare()
+    off = step.run()
+    lockstep = Clock(PART)
+    on = step.run(clock=lockstep)
+    assert on.report.operations == off.report.operations
+    for a, b in zip(off.ranks, on.ranks, strict=True):
+        assert torch.equal(a["ar_out"], b["ar_out"])
+    for seed in (0, 1):
+        clock = Clock(PART, census=lockstep.census)
+        step.run(clock=clock, seed=seed, cta_groups=2 + seed)
+        assert torch.equal(clock.state, lockstep.state)
+    readers = {h.reader for h in lockstep.critical_path()}
+    assert len({rank for rank, _ in readers}) > 1  # the all-reduces lead across ranks
 
 
 def test_without_a_clock_the_bits_are_the_same_and_the_clock_reads_zero():

@@ -164,7 +164,7 @@ class Clock:
             for name in ("memory", "lds")
         }
         self.ready: dict[int, torch.Tensor] = {}
-        self.entered: dict[tuple[int, int], torch.Tensor] = {}
+        self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
         self.starts, self.owners = memory.owners()
         self.polls: list[tuple[Any, Any, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -189,11 +189,14 @@ class Clock:
         if event.what == "round":
             # every round of a poll starts when the loop was entered: the clock models the round
             # that succeeds, however many tries the interpreter made
-            self.state[:, at.place] = self.entered[id(machine), event.index][:, at.place]
+            self.state[:, at.place] = self.entered[id(machine), event.index][0][:, at.place]
         now = self.state[_T, at.place]
         shared, own = self.costs[machine.program.name][event.number]
         if shared:
-            now = now + at.share * shared
+            share = at.share
+            if event.polling is not None:  # the waves that entered, not those of this try
+                share = self.entered[id(machine), event.polling][1][at.place]
+            now = now + share * shared
         if own:
             now = now + own
         for root in event.waits:
@@ -207,7 +210,9 @@ class Clock:
             now = torch.maximum(now, self.state[_V, at.place])
         self.state[_T, at.place] = now
         if event.what == "spin":
-            self.entered[id(machine), event.index] = self.state.clone()
+            share = torch.ones_like(self.state[_T])
+            share[at.place] = at.share
+            self.entered[id(machine), event.index] = self.state.clone(), share
         for roots, target in event.forward:
             self._forward(at, roots, target)
 
@@ -291,7 +296,7 @@ class Clock:
         if scope != NONE:
             latency = self.part.device_ns
             if scope == SYSTEM:
-                latency = latency + 2 * self.part.link_ns * self._remote(at, offset)
+                latency = latency + 2 * self.part.link_ns * self._remote(at, offset, live)
         need = self._bytes(at, offset, nbytes, live) / rate
         arrival = self._queue(at, "memory", now, need) + latency
         self._return(op, at, arrival)
@@ -320,7 +325,7 @@ class Clock:
         seen = self._queue(at, "memory", now, need) + self.part.visible_ns
         if scope == SYSTEM:  # each peer has a link of its own, shared by the CTAs that push to it
             share = size * (self._streams(machine, op, at) / self.part.link_gbs)
-            seen = seen + self._remote(at, offset) * (share + self.part.link_ns)
+            seen = seen + self._remote(at, offset, live) * (share + self.part.link_ns)
         self.state[_V, at.place] = torch.maximum(self.state[_V, at.place], seen)
         self._publish(at, offset, nbytes, live, seen)
 
@@ -407,9 +412,11 @@ class Clock:
         fullest = int(asked.unique(return_counts=True)[1].max())
         return max(float(fullest), len(asked) / self.part.channels)
 
-    def _remote(self, at: _Chosen, offset: torch.Tensor) -> torch.Tensor:
-        """Whether each chosen wave's first lane names another rank's memory."""
-        first = at.pick(offset[..., 0]).contiguous()
+    def _remote(self, at: _Chosen, offset: torch.Tensor, live: Any) -> torch.Tensor:
+        """Whether each chosen wave's last live lane names another rank's memory."""
+        if live is not None:
+            offset = torch.where(live, offset, -1)
+        first = at.pick(offset.amax(-1)).contiguous()
         owner = self.owners[torch.searchsorted(self.starts, first, right=True) - 1]
         return owner != self.ranks[at.cta]
 

@@ -48,6 +48,7 @@ class Event:
         self.loc, self.index, self.stage = op.loc, op.index, getattr(op, "stage", 0)
         self.work = dict(work)
         self.what = what
+        self.polling: int | None = None  # the polling loop it is in, by its place in the program
         self.waits: tuple[int, ...] = ()
         self.forward: tuple[tuple[tuple[int, ...], int], ...] = ()
 
@@ -137,6 +138,7 @@ class _Weaver:
         self.prepared = prepared
         self.program = prepared.program
         self.events: list[Event] = []
+        self.polling: int | None = None
         self.pending: dict[int, tuple[int, ...]] = {}  # slot -> loads its value comes from
         self.in_order: dict[int, int] = {}  # vector memory loads: slot -> issue number
 
@@ -146,6 +148,7 @@ class _Weaver:
 
     def event(self, op: Any, work: dict[Any, float], what: str | None = None) -> Event:
         event = Event(len(self.events), op, work, what)
+        event.polling = self.polling
         self.events.append(event)
         work.clear()
         return event
@@ -184,7 +187,8 @@ class _Weaver:
             event = self.event(code.steps[-1][2] if code.steps else code.end, work)
             event.forward = tuple(forward)
             steps.append((SIMPLE, run_event, event))
-        return replace(code, steps=steps)
+        # a pure branch would run on all lanes or on some, as the CTAs that go together happen to be
+        return replace(code, steps=steps, pure=False)
 
     # ------------------------------------------------------------------ what is waited for
 
@@ -286,8 +290,12 @@ class _Weaver:
             before, after = op.codes
             inside = set(done)
             leave = [(), *zip(after.args, op.results, strict=True)]
+            outer = self.polling
+            if self.spins(op):
+                self.polling = op.index
             one = self.region(before, inside, op if self.spins(op) else None, leave)
             two = self.region(after, inside, targets=[(a,) for a in before.args])
+            self.polling = outer
             new.codes = (one, two)
         else:
             new.codes = tuple(

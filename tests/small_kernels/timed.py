@@ -122,10 +122,10 @@ def many_polls(apart):
     def run(a, b, n, lds):
         tid = fx.thread_idx.x
         if fx.block_idx.x == 0:
-            put(b, WORDS + 64 * (tid & 15), n, isa.DEVICE)
+            put(b, WORDS + 64 * (tid // 2 & 15) + (tid & 1), n, isa.DEVICE)
         if fx.block_idx.x > 0:
             line = fx.block_idx.x * 2 + tid // 64 if const_expr(apart) else fx.Int32(0)
-            wait_for(b, WORDS + 64 * line, n)
+            wait_for(b, WORDS + 64 * line + (tid & 1), n)
             stamp(b, 0)
 
     return run
@@ -216,5 +216,22 @@ def prefetch(loads):
             x = following
         stamp(b, 0)
         put(b, WORDS + everyone(), total)
+
+    return run
+
+
+@body
+def two_loads(steps):
+    """A load, work, a second load, the first one's use, the second one's."""
+
+    def run(a, b, n, lds):
+        x = word_of(a, everyone())
+        y = work(everyone() + n, steps)
+        z = word_of(a, everyone() + 512)
+        x = x + n
+        stamp(b, 0)
+        z = z + n
+        stamp(b, 1)
+        put(b, WORDS + everyone(), x + y + z)
 
     return run
