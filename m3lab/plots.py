@@ -239,10 +239,13 @@ def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
     data = data[data["npes"] == 1] if (data["npes"] == 1).any() else data
     total = data.groupby(axis_name)["moved"].sum() / data.groupby(axis_name)["case"].nunique()
     first, last = total.index[0], total.index[-1]
-    title = (
-        f"A rank moves {total.iloc[0] / 1e6:.0f} MB at {label.split(',')[0]} {first:,} "
-        f"and {total.iloc[-1] / 1e6:.0f} MB at {last:,}"
-    )
+    what = label.split(",")[0]
+    title = f"A rank moves {total.iloc[0] / 1e6:.0f} MB at {what} {first:,}"
+    if total.max() < 1.01 * total.min():
+        title += " as at every other"
+    else:
+        title += f" and {total.iloc[-1] / 1e6:.0f} MB at {last:,}"
+    title += ", the mean over token counts" if data["tokens"].nunique() > 1 else ""
     fig, axes = figure(title, columns=len(tables.CLASSES), height=3.3)
     values = sorted(data[axis_name].unique())
     x = range(len(values))

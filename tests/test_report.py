@@ -113,6 +113,7 @@ def test_the_bytes_of_the_stages_are_all_bytes_but_the_openings(sample):
 def test_what_is_not_a_plain_case_of_the_grid_is_in_no_comparison_of_tokens(sample):
     table = tables.longest(tables.streams(sample.cases))
     assert set(table["case"]) == {f"s{t}_c8192_tp4" for t in (1, 2, 4)}
+    assert len(set(tables.plain(tables.streams(sample.cases))["case"])) == 24  # of 30
 
 
 def test_one_case_stands_for_each_token_count_of_a_run_of_several_widths(sample):
@@ -140,7 +141,7 @@ def test_the_peers_figures_stand_beside_the_builds_of_its_form(sample):
     assert table.loc[(4, "this build"), "VGPR"] == ours["vgpr"]
     change = table.loc[(4, "change, %"), "VGPR"]
     assert change == pytest.approx(100 * (ours["vgpr"] - 183) / 183)
-    assert tables.peer(sample.cases[sample.cases["npes"] == 1]).empty
+    assert tables.peer(sample.cases.assign(npes=1)).empty
 
 
 def test_no_build_of_the_sample_spills_or_outgrows_lds(sample):
