@@ -29,7 +29,7 @@ SPREAD = {
     "hbm_ns": 0.4,
     "visible_ns": 0.5,
     "link_ns": 0.5,
-    "poll_service_ns": 0.7,
+    "poll_service_ns": 0.3,
 }
 STEP = 0.15  # of a finite difference, in log units
 NO_CHECKS = Checks(taint=False, races=False, stale=False, order=False, bank_conflicts=False)

@@ -152,6 +152,11 @@ def test_many_pollers_of_one_line_slow_each_other():
     assert apart == 100
 
 
+def test_who_spins_waits_for_the_try_in_flight_too():
+    part = QUIET.with_values(poll_service_ns=100, visible_ns=1000)
+    assert stamp_ns("many_polls", cta=1, part=part, apart=True) == 1000 + 2 * 100
+
+
 def test_a_poll_returns_after_the_loads_issued_before_it():
     """Vector memory returns in order: weights requested too early hold a hand-off up."""
     part = QUIET.with_values(hbm_ns=5000, device_ns=200)

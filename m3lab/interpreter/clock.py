@@ -35,10 +35,10 @@ _T, _V, _L = range(3)  # rows of the state: now, vector memory all returned, LDS
 @dataclass
 class Census:
     """What a lockstep run saw, by (program, operation): the most CTAs of a rank that execute it
-    together, and the waves in a memory channel's queue when they poll."""
+    together, and when they poll, the most waves on one line and the lines asked for by all."""
 
     streams: dict[tuple[str, int], int] = field(default_factory=dict)
-    queues: dict[tuple[str, int], float] = field(default_factory=dict)
+    polled: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class Clock:
             for name in ("memory", "lds")
         }
         self.ready: dict[int, torch.Tensor] = {}
+        self.batch: dict[int, tuple[int, int]] = {}  # machine -> what this try has polled so far
         self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
         self.starts, self.owners = memory.owners()
@@ -190,6 +191,7 @@ class Clock:
             # every round of a poll starts when the loop was entered: the clock models the round
             # that succeeds, however many tries the interpreter made
             self.state[:, at.place] = self.entered[id(machine), event.index][0][:, at.place]
+            self.batch[id(machine)] = 0, 0
         now = self.state[_T, at.place]
         shared, own = self.costs[machine.program.name][event.number]
         if shared:
@@ -311,7 +313,9 @@ class Clock:
     ) -> None:
         entry = self._latest(at, offset, nbytes, live)
         seen = _time(entry)
-        queue = self._queued(machine, op, at, offset, live) * self.part.poll_service_ns
+        service = self._queued(machine, op, at, offset, live) * self.part.poll_service_ns
+        # who spins has a try in the queues when the word arrives, and then the one that finds it
+        queue = service * torch.where(seen > now, 2.0, 1.0)
         arrival = torch.maximum(now, seen) + self.part.device_ns + queue
         self._return(op, at, arrival)
         self.polls.append((machine, op, at.place, entry, now))
@@ -386,14 +390,20 @@ class Clock:
         return max(self.census.streams.get(key, 0), 1)
 
     def _queued(self, machine: Any, op: Any, at: _Chosen, offset: torch.Tensor, live: Any) -> float:
-        """Waves of a rank in the fullest channel's queue when all poll what ``op`` polls."""
+        """Requests in the fullest channel's queue when a rank's waves make this try: as many as
+        poll one line, or an even share of all that the try has asked for so far."""
         key = (machine.program.name, op.index)
-        if self.given is None and key not in self.census.queues:
-            self.census.queues[key] = self._count_pollers(at, offset, live)
-        return self.census.queues.get(key, 0.0)
+        if self.given is None and key not in self.census.polled:
+            self.census.polled[key] = self._count_pollers(at, offset, live)
+        line, asked = self.census.polled.get(key, (0, 0))
+        most, before = self.batch.get(id(machine), (0, 0))
+        most, asked = max(most, line), before + asked
+        self.batch[id(machine)] = most, asked
+        return max(float(most), asked / self.part.channels)
 
-    def _count_pollers(self, at: _Chosen, offset: torch.Tensor, live: Any) -> float:
-        step = max(offset.shape[2] // 4, 1)  # four lanes of a wave name the lines it reads
+    def _count_pollers(self, at: _Chosen, offset: torch.Tensor, live: Any) -> tuple[int, int]:
+        """(waves of a rank on the line most polled, lines polled by all of them together)."""
+        step = max(offset.shape[2] // 8, 1)  # eight lanes of a wave name the lines it reads
         lines = offset[:, :, ::step] // _LINE
         lines = lines.expand(*at.size, lines.shape[2]).reshape(-1, lines.shape[2])
         if live is not None:
@@ -408,9 +418,8 @@ class Clock:
         fresh[:, 1:] = lines[:, 1:] != lines[:, :-1]
         asked = lines[fresh & (lines >= 0)]
         if not len(asked):
-            return 0.0
-        fullest = int(asked.unique(return_counts=True)[1].max())
-        return max(float(fullest), len(asked) / self.part.channels)
+            return 0, 0
+        return int(asked.unique(return_counts=True)[1].max()), len(asked)
 
     def _remote(self, at: _Chosen, offset: torch.Tensor, live: Any) -> torch.Tensor:
         """Whether each chosen wave's last live lane names another rank's memory."""
