@@ -13,7 +13,7 @@ TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help report test test-full lint format lab clean
+.PHONY: help report test test-full lint format lab calibrate clean
 
 help:
 	@echo "make report     run the quick sweep and write an HTML report (PARAMS=$(PARAMS))"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-full  run all tests, the slow ones too"
 	@echo "make lint       ruff and mypy"
 	@echo "make lab        open JupyterLab on the notebooks"
+	@echo "make calibrate  fit the modelled clock to published figures and show all of them"
 
 report: $(VENV)/.base
 	$(BIN)/m3lab sweep $(PARAMS) $(if $(JOBS),--jobs $(JOBS))
@@ -42,6 +43,9 @@ format: $(VENV)/.dev
 
 lab: $(VENV)/.lab
 	$(BIN)/jupyter lab notebooks
+
+calibrate: $(VENV)/.base
+	OMP_NUM_THREADS=1 $(BIN)/python -m m3lab.calibrate --docs docs/model.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
