@@ -328,7 +328,7 @@ def op_class(op: Op, program: Program) -> str:
         return "cross"
     if kind.startswith(_FREE):
         return "free"
-    if any(t in kind.rsplit(".", 2)[-2:][0] or t in kind for t in _TRANSCENDENTAL):
+    if any(t in kind for t in _TRANSCENDENTAL) and "expect" not in kind:
         return "trans"
     uniform = program.uniform[op.results[0]] if op.results and program.uniform else "varying"
     return "valu" if uniform == "varying" else "salu"
