@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from m3lab.build import Build, build_cached, spec_key
 from m3lab.caches import BLOCK_TOKENS, KVContext, PagedCaches, random_context
-from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
+from m3lab.inputs import StepInputs, check_inputs, check_pointers, check_weights
+from m3lab.kernels.arguments import ARG_NAMES
 from m3lab.memory import MAX_LAYER, Allocation, PeerBuffers, Scratch, StepCounter
 from m3lab.placement import TL_POINTS
 from m3lab.reference import kernel as ref
-from m3lab.reference.kernel import Context
 from m3lab.reference.pre_attn import block_scores
 from m3lab.shapes import MAX_TOKENS, CacheLayout, ModelShape, RankShape
 from m3lab.tuning import Tuning
@@ -40,39 +40,12 @@ BUILT_STAGES = ("output", "router")  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
 BLOCKS = 256  # CTAs of a launch, the builder's default
-POINTER_ALIGN = 16  # the widest load of the kernel
 SPARE_BYTES = 1 << 26  # a rank's arena besides its expert tables
 EXPERT_POOL = 8  # routed experts that random weights hold: 28 MB each at full shape
 STEERING = 4.0  # taken off an absent expert's correction bias; a sigmoid and its bias are below 2
 OUTPUTS = ("h_mid", "ar_out")
 ATTENTION_WEIGHTS = ("w_o", "s_o")
 MLP_WEIGHTS = ("g_post", "w_gate", "bias", "w13", "s13", "w2", "s2")
-
-
-class RequestKeys(Context, Protocol):
-    """A request's keys, ``caches.KVContext`` or one like it; the scales of a static cache."""
-
-    @property
-    def k_scale_static(self) -> float: ...
-    @property
-    def v_scale_static(self) -> float: ...
-
-
-@dataclass
-class StepInputs:
-    """A step's tensors for the whole model, plain: what a serving engine would hold.
-
-    ``h_in`` bf16 [tokens, hidden]; ``q`` bf16 [tokens, q_heads, 128] after norm and RoPE; ``iq``
-    bf16 [tokens, index_heads, 128]; ``contexts`` one per live request. ``scores``: fp32
-    [tokens, index_heads, blocks] block scores, or None to have the reference make them from
-    ``iq``.
-    """
-
-    h_in: Tensor
-    q: Tensor
-    iq: Tensor
-    contexts: Sequence[RequestKeys]
-    scores: Tensor | None = None
 
 
 @dataclass
@@ -670,57 +643,3 @@ def _launcher(parameters: dict[str, Any]) -> tuple[Any, list[int]]:
 def _integer(name: str, value: Any, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer in {allowed}, got {value!r}")
-
-
-def check_inputs(step: DecodeStep, inputs: StepInputs) -> None:
-    """ValueError naming the first tensor whose dtype or shape is not what the step needs."""
-    m, n = step.model, step.tokens
-    expected = {
-        "h_in": (torch.bfloat16, (n, m.hidden)),
-        "q": (torch.bfloat16, (n, m.q_heads, m.head_dim)),
-        "iq": (torch.bfloat16, (n, m.index_heads, m.index_dim)),
-    }
-    if inputs.scores is not None:
-        blocks = max(ref.context_blocks(k)[1] for k in step.seq_lens)
-        expected["scores"] = (torch.float32, (n, m.index_heads, blocks))
-    for name, (dtype, shape) in expected.items():
-        tensor = getattr(inputs, name)
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must be {str(dtype).removeprefix('torch.')} {list(shape)}, "
-                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            )
-    if not isinstance(inputs.contexts, list | tuple):
-        raise ValueError(
-            "contexts must be a list, one context per live request, "
-            f"got {type(inputs.contexts).__name__}"
-        )
-    lengths = [ctx.length for ctx in inputs.contexts]
-    if lengths != step.context:
-        raise ValueError(
-            f"contexts must hold {step.context} keys, one context per live request, got {lengths}"
-        )
-
-
-def check_weights(step: DecodeStep, weights: LayerWeights) -> None:
-    """ValueError unless ``weights`` are a plain, unshuffled layer of the step's model."""
-    if not isinstance(weights, LayerWeights):
-        raise ValueError(
-            "weights must be LayerWeights: the model's plain layer, which the step shards and "
-            f"shuffles itself; got {type(weights).__name__}"
-        )
-    if weights.shape != step.model:
-        raise ValueError(
-            f"weights must be of the step's model {step.model}, got a layer of {weights.shape}"
-        )
-
-
-def check_pointers(args: dict[str, int]) -> None:
-    """ValueError for a tensor argument whose address no 16-byte load may use."""
-    for name, value in args.items():
-        if name not in INT32_ARGS and value % POINTER_ALIGN:
-            raise ValueError(
-                f"{name}: the address must be a multiple of {POINTER_ALIGN}, got {value:#x}"
-            )

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pandas as pd
@@ -212,7 +213,7 @@ def test_the_report_is_one_page_without_code_or_outside_references(folder):
     assert "load_run(" not in text
     assert "Error" not in text
     assert not re.search(r'(src|href)="https?://', text)
-    assert "/tmp/" not in text
+    assert tempfile.gettempdir() not in text
     assert {p.name for p in (folder / "figures").iterdir()} >= {"accuracy.svg", "accuracy.png"}
     notebook = json.loads((folder / "20_report.ipynb").read_text())
     assert "input_path" not in notebook["metadata"]["papermill"]
