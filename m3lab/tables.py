@@ -5,13 +5,20 @@ Plain pandas over finished rows; nothing is run or built here. Bytes are bytes o
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from m3lab import isa_report
+from m3lab.interpreter.clock import Hop
+from m3lab.placement import TL_POINTS
 from m3lab.verify import EXACT_ALARM, STAGE_BOUND
 
 INTERMEDIATES = (
@@ -96,6 +103,38 @@ SUMMARY_ERRORS = {
     "exact_a": "a, exact",
     "exact_ar_out": "ar_out, exact",
 }
+
+
+def stamps(case: Mapping[Hashable, Any]) -> list[Tensor]:
+    """A row's modelled timeline: int64 [blocks, points] ticks of 10 ns, a tensor a rank.
+
+    ``m3lab.timeline.frame(stamps(row), "modelled")`` makes a table of it. Empty where the case's
+    build stamped nothing.
+    """
+    text = case.get("stamps")
+    if not isinstance(text, str):
+        return []
+    ticks = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<i4")
+    ranks = ticks.reshape(int(case["npes"]), -1, TL_POINTS).astype(np.int64)
+    return list(torch.from_numpy(ranks))
+
+
+def hops(case: Mapping[Hashable, Any]) -> list[Hop]:
+    """A row's modelled critical path, first hand-off to last; empty where no clock ran."""
+    text = case.get("modelled")
+    if not isinstance(text, str):
+        return []
+    ends = ("writer", "reader")
+    return [
+        Hop(**(hop | {end: tuple(hop[end]) for end in ends}))
+        for hop in json.loads(text)["critical_path"]
+    ]
+
+
+def knobs(case: Mapping[Hashable, Any]) -> dict[str, Any]:
+    """A row's changed knobs; none of a row made before there were any."""
+    text = case.get("tuning")
+    return json.loads(text) if isinstance(text, str) else {}
 
 
 def verdicts(cases: pd.DataFrame) -> pd.DataFrame:

@@ -108,6 +108,17 @@ def test_a_case_that_grid_and_list_both_name_runs_once():
         ({"cases": {"tokens": 1}}, ["cases: must be a list, got {'tokens': 1}"]),
         ({"grid": {}, "notebooks": "20_report"}, ["notebooks: must be a list", "'20_report'"]),
         ({"seed": 1}, ["names no case"]),
+        ({"grid": {"tuning": {"copies": 1}}}, ["grid.tuning.0.copies", "is no knob", "poll_all"]),
+        ({"grid": {"tuning": [{}, {"score_copies": 3}]}}, ["grid.tuning.1.score_copies", "3"]),
+        (
+            {"cases": [{"tuning": {"score_copies": 3}}]},
+            ["tuning.score_copies: must be one"],
+        ),
+        ({"cases": [{"tuning": {"poll_all": 1}}]}, ["tuning.poll_all", "False, True", "got 1"]),
+        ({"cases": [{"tuning": "poll_all"}]}, ["cases.0.tuning", "mapping of knobs", "'poll_all'"]),
+        ({"cases": [{"tuning": [{}]}]}, ["cases.0.tuning", "mapping of knobs", "[{}]"]),
+        ({"grid": {"timeline": "yes"}}, ["grid.timeline.0", "false, true", "'yes'"]),
+        ({"cases": [{"clock": None}]}, ["cases.0.clock", "false, true", "None"]),
     ],
 )
 def test_a_bad_value_is_named_with_its_key_range_and_value(data, parts):
@@ -123,6 +134,8 @@ def test_a_bad_value_is_named_with_its_key_range_and_value(data, parts):
         ({"tokens": 4, "q_len": 4, "context": 3}, ["at least q_len", "3", "4"]),
         ({"tokens": 2, "pad_rows": 2}, ["live row", "2"]),
         ({"tokens": 4, "q_len": 2, "pad_rows": 1}, ["whole requests", "1"]),
+        ({"timeline": True, "clock": False}, ["timeline needs clock"]),
+        ({"tokens": 3, "tuning": {"ug_by_token": True}}, ["ug_by_token", "256 CTAs", "3 tokens"]),
     ],
 )
 def test_a_combination_that_no_build_takes_is_refused_before_anything_is_built(case, parts):
@@ -145,6 +158,32 @@ def test_what_no_case_could_run_is_refused_before_anything_is_built(data, parts)
     text = sentence({"grid": {"context": 2048}} | data)
     for part in parts:
         assert part in text
+
+
+def test_knobs_are_an_axis_of_the_grid_and_the_defaults_are_no_knobs():
+    tuning = [{}, {"score_copies": 8}, {"score_copies": 1, "poll_all": True}]
+    cases = parse({"grid": {"tokens": [1, 2], "tuning": tuning}}, "x").expand()
+    turned = (("poll_all", True), ("score_copies", 1))
+    assert [(c.tokens, c.tuning) for c in cases] == [(1, ()), (1, turned), (2, ()), (2, turned)]
+    assert cases[1].knobs.changes() == dict(turned)
+
+
+def test_a_cases_name_tells_its_knobs_and_its_timeline():
+    tuning = {"score_copies": 1, "pad_rows": False, "poll_all": True, "shared_after_routing": False}
+    case = parse({"cases": [{"tuning": tuning, "timeline": True}]}, "x").expand()[0]
+    knobs = "pad_rows_off_poll_all_score_copies1_shared_after_routing_off"
+    assert case.name == f"s1_c2048_tp4_{knobs}_timeline"
+
+
+def test_every_run_has_a_clock_unless_told_otherwise_and_no_timeline():
+    case, without = parse({"cases": [{}, {"clock": False}]}, "x").expand()
+    assert (case.clock, case.timeline, without.clock) == (True, False, False)
+
+
+@pytest.mark.parametrize("tuning", [(("poll_all", False),), (("score_copies", 1), ("poll_all", 1))])
+def test_a_case_holds_changed_knobs_only(tuning):
+    with pytest.raises(ValueError, match=r"changed knobs, sorted|must be one of"):
+        Case(tuning=tuning)
 
 
 def test_several_problems_make_one_sentence_that_counts_the_others():
@@ -177,12 +216,15 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 
 def test_a_case_survives_the_way_to_its_own_process():
-    case = Case(tokens=4, q_len=2, context=900, model=MODEL)
+    knobs = (("poll_all", True), ("score_copies", 1))
+    case = Case(tokens=4, q_len=2, context=900, model=MODEL, tuning=knobs, timeline=True)
     assert Case.from_json(case.to_json()) == case
 
 
 def test_the_key_tells_apart_every_value_but_the_time_limit():
     base = Case()
     others = [Case(seed=1), Case(context=99), Case(solo=True), Case(model=(("hidden", 2048),))]
-    assert len({c.key for c in [base, *others]}) == 5
+    others += [Case(tuning=(("score_copies", n),)) for n in (1, 2)]
+    others += [Case(timeline=True), Case(clock=False)]
+    assert len({c.key for c in [base, *others]}) == 9
     assert Case(timeout_s=5).key == base.key

@@ -216,6 +216,81 @@ def test_the_smoke_case_passes_in_a_process_of_its_own():
     assert {e["buffer"] for e in json.loads(row["counters"])["bytes"]} >= {"w_o", "k_cache", "lds"}
 
 
+NARROW = (("hidden", 2048), ("inter", 512), ("shared_inter", 512))
+
+
+@pytest.mark.parametrize(("repetitions", "tuning"), [(2, ()), (1, (("score_copies", 1),))])
+def test_a_rows_modelled_time_and_stamps_are_those_of_the_step_itself(repetitions, tuning):
+    pytest.importorskip("flydsl")
+    import torch
+
+    from m3lab import DecodeStep, tables
+    from m3lab.interpreter.clock import Clock
+    from m3lab.sweep.cases import run_case
+
+    case = Case(
+        context=100, solo=True, model=NARROW, repetitions=repetitions, tuning=tuning, timeline=True
+    )
+    row = {**runner._identity(case), **run_case(case)}
+    assert row["status"] == "passed", row["error"]
+    with DecodeStep(
+        case.shape, 1, context=100, npes=1, until=None, timeline=True, tuning=case.knobs
+    ) as step:
+        clock = Clock()
+        result = step.run(clock=clock)
+    assert row["modelled_us"] == clock.modelled().step_modelled_us > 0
+    nested = json.loads(row["modelled"])
+    assert nested["part"] == clock.part.name
+    assert nested["rank_modelled_us"] == {"0": row["modelled_us"]}
+    assert tables.hops(row) == clock.critical_path() != []
+    assert tables.knobs(row) == dict(tuning)
+    (stamps,) = tables.stamps(row)
+    assert stamps.dtype == torch.int64
+    assert torch.equal(stamps, result.stamps[0])
+
+
+def test_without_a_clock_a_row_has_no_modelled_time():
+    pytest.importorskip("flydsl")
+    from m3lab.sweep.cases import run_case
+
+    case = Case(context=100, solo=True, model=NARROW, until="output", clock=False)
+    row = run_case(case)
+    assert row["status"] == "passed", row["error"]
+    assert (row["modelled_us"], row["modelled"], row["stamps"]) == (None, None, None)
+
+
+def test_stamps_of_several_ranks_come_back_as_they_were():
+    import torch
+
+    from m3lab import tables
+    from m3lab.sweep.cases import packed
+
+    ranks = [torch.randint(0, 1 << 30, (256, 32), generator=torch.Generator()) for _ in range(4)]
+    back = tables.stamps({"npes": 4, "stamps": packed(ranks)})
+    assert all(torch.equal(a, b) for a, b in zip(ranks, back, strict=True))
+    assert packed([]) is None
+    assert tables.stamps({"npes": 4, "stamps": None}) == tables.stamps({"npes": 4}) == []
+
+
+def test_what_decides_a_row_is_in_the_codes_digest_and_what_looks_at_it_is_not(
+    tmp_path, monkeypatch
+):
+    names = {
+        "in": ("kernels/select.py", "tuning.py", "floors.py", "parts/x.yaml", "sweep/cases.py"),
+        "out": ("ablation.py", "timeline.py", "calibrate.py", "plots.py", "sweep/report.py"),
+    }
+    for name in (*names["in"], *names["out"]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(results, "PACKAGE", tmp_path)
+    digest = results.code_fingerprint.__wrapped__
+    for kind, group in names.items():
+        for name in group:
+            before = digest()
+            (tmp_path / name).write_text("changed")
+            assert (digest() != before) == (kind == "in"), name
+
+
 def test_an_error_inside_a_case_is_a_row_not_an_exception(monkeypatch):
     from m3lab.sweep import cases
 

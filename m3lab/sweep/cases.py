@@ -1,16 +1,19 @@
 """One case of a sweep: its identity, and running it in this process into one flat row.
 
 A row is what ``cases.parquet`` holds: the case's own values, its status, the worst error per
-intermediate, and JSON text columns for what is nested (verdicts, counters, ISA figures). Processes,
-time limits and resuming are ``m3lab.sweep.runner``'s.
+intermediate, the modelled time, and text columns for what is nested (verdicts, counters, ISA
+figures, stamps). Processes, time limits and resuming are ``m3lab.sweep.runner``'s.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import time
 import traceback
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from m3lab.placement import Placement
 from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.tuning import Tuning
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from m3lab.interpreter.clock import Clock
     from m3lab.step import DecodeStep, StepResult
     from m3lab.verify import Verdict
 
@@ -32,7 +39,9 @@ class Case:
 
     ``context`` is per request and counts the step's own new tokens. ``solo`` runs rank 0 of the
     ``tp`` shard alone. The last ``pad_rows`` of the ``tokens`` rows are padding. ``model`` holds
-    ModelShape overrides as sorted (name, value) pairs.
+    ModelShape overrides as sorted (name, value) pairs, ``tuning`` the knobs that are not at their
+    default. ``timeline``: the build stamps its timeline. ``clock``: the interpreter's run takes
+    modelled times (the first one, where there are ``repetitions``).
     """
 
     tokens: int = 1
@@ -51,6 +60,9 @@ class Case:
     checks: bool = True
     timeout_s: int = 900
     model: tuple[tuple[str, Any], ...] = ()
+    tuning: tuple[tuple[str, Any], ...] = ()
+    timeline: bool = False
+    clock: bool = True
 
     def __post_init__(self) -> None:
         if self.tokens % self.q_len:
@@ -85,7 +97,16 @@ class Case:
                 f"context must be at most the model's max_context "
                 f"{self.shape.model.max_context}, got {self.context}"
             )
-        Placement(self.shape, self.tokens, self.npes)  # refuses what no kernel is laid out for
+        if self.timeline and not self.clock:
+            raise ValueError(
+                "timeline needs clock: without one every stamp of the interpreter is 0"
+            )
+        if self.tuning != (changed := changed_knobs(dict(self.tuning))):
+            raise ValueError(
+                f"tuning must be the changed knobs, sorted: {changed}, got {self.tuning}"
+            )
+        # refuses what no kernel is laid out for
+        Placement(self.shape, self.tokens, self.npes, tuning=self.knobs)
 
     @property
     def npes(self) -> int:
@@ -101,6 +122,10 @@ class Case:
         return CacheLayout(self.page_stride, self.static_scale)
 
     @property
+    def knobs(self) -> Tuning:
+        return Tuning(**dict(self.tuning))
+
+    @property
     def name(self) -> str:
         """A readable name, the same for the same case: ``s2_c2049_tp4_solo_static``."""
         parts = [f"s{self.tokens}", f"c{self.context}", f"tp{self.tp}"]
@@ -110,6 +135,8 @@ class Case:
         parts += ["stride16"] if self.page_stride == 16 else []
         parts += ["static"] if self.static_scale else []
         parts += [self.until] if self.until else []
+        parts += [knob_name(name, value) for name, value in self.tuning]
+        parts += ["timeline"] if self.timeline else []
         return "_".join(parts)
 
     @cached_property
@@ -125,8 +152,28 @@ class Case:
     @classmethod
     def from_json(cls, text: str) -> Case:
         data = json.loads(text)
-        data["model"] = tuple((name, value) for name, value in data["model"])
+        for field in ("model", "tuning"):
+            data[field] = tuple((name, value) for name, value in data[field])
         return cls(**data)
+
+
+def changed_knobs(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The knobs in ``given`` that are not at their default, as a case holds them.
+
+    ValueError, in one sentence that begins with the knob's name, for one that no build has.
+    """
+    known = Tuning.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name} is no knob; the knobs are {', '.join(known)}")
+    return tuple(sorted(Tuning(**given).changes().items()))
+
+
+def knob_name(name: str, value: Any) -> str:
+    """A turned knob as a case's name tells it: ``score_copies1``, ``poll_all``, ``pad_rows_off``"""
+    if value is True:
+        return name
+    return f"{name}_off" if value is False else f"{name}{value}"
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -146,9 +193,10 @@ def run_case(case: Case) -> dict[str, Any]:
 def _measure(case: Case) -> dict[str, Any]:
     from m3lab import isa_report
     from m3lab.floors import step_floors
+    from m3lab.interpreter.clock import Clock
     from m3lab.step import DecodeStep, build_for
 
-    clock = time.perf_counter()
+    began = time.perf_counter()
     step = DecodeStep(
         case.shape,
         case.tokens,
@@ -160,12 +208,15 @@ def _measure(case: Case) -> dict[str, Any]:
         until=case.until,
         seed=case.seed,
         backend=case.backend,
+        timeline=case.timeline,
+        tuning=case.knobs,
     )
     built = build_for(step, emit=("program", "asm", "size"))
-    build_s = time.perf_counter() - clock
+    build_s = time.perf_counter() - began
     with step.prepare():
-        prepare_s = time.perf_counter() - clock - build_s
-        result = step.run(**_checks(case))
+        prepare_s = time.perf_counter() - began - build_s
+        clock = Clock() if case.clock else None
+        result = step.run(clock=clock, **_checks(case))
         verdicts = step.verify(result)
         verdicts += [_repeated(step, result, i) for i in range(1, case.repetitions)]
     figures = isa_report.figures_of(built)
@@ -184,12 +235,42 @@ def _measure(case: Case) -> dict[str, Any]:
         "build_cached": built.cached,
         "prepare_s": prepare_s,
         "interpreter_wall_s": result.seconds,
+        **_times(clock),
+        "stamps": packed(result.stamps),
         **_errors(verdicts),
         "verdicts": json.dumps([asdict(v) for v in verdicts]),
         "counters": json.dumps(result.report.counters.summary()),
         "isa": json.dumps(asdict(figures)),
         "floors": json.dumps({name: asdict(floor) for name, floor in floors.items()}),
     }
+
+
+def _times(clock: Clock | None) -> dict[str, Any]:
+    """The modelled columns: microseconds, launch included; None where no clock ran.
+
+    ``modelled`` is JSON: ``part`` (whose constants), ``rank_modelled_us`` by rank, and
+    ``critical_path``, a mapping for each ``Hop``.
+    """
+    if clock is None:
+        return {"modelled_us": None, "modelled": None}
+    times = clock.modelled()
+    nested = {
+        "part": times.part,
+        "rank_modelled_us": times.rank_modelled_us,
+        "critical_path": [asdict(hop) for hop in clock.critical_path()],
+    }
+    return {"modelled_us": times.step_modelled_us, "modelled": json.dumps(nested)}
+
+
+def packed(stamps: Sequence[Tensor]) -> str | None:
+    """Stamps of a step's ranks, int64 [blocks, points] each, as text: base64 of zlib of int32.
+
+    None where the build stamps nothing. ``m3lab.tables.stamps`` reads it back.
+    """
+    if not stamps:
+        return None
+    ticks = b"".join(rank.cpu().numpy().astype("<i4").tobytes() for rank in stamps)
+    return base64.b64encode(zlib.compress(ticks, 9)).decode("ascii")
 
 
 def _distinct_experts(step: DecodeStep, result: StepResult) -> int | None:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from m3lab.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
-from m3lab.sweep.cases import Case
+from m3lab.sweep.cases import Case, changed_knobs
 
 BACKENDS = ("auto", "interpreter", "hip")
 STAGES = ("output", "router")  # the stages a truncated build may end with
@@ -59,6 +60,20 @@ def _one_of(*allowed: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _knobs(value: Any) -> dict[str, Any]:
+    """A mapping of ``Tuning``'s knobs; the error says which one is wrong."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of knobs such as {score_copies: 1}, {} for the default")
+    for name, setting in value.items():
+        try:
+            changed_knobs({str(name): setting})
+        except ValueError as exc:
+            raise PydanticCustomError(
+                "knob", "{name}: {why}", {"name": name, "why": str(exc).removeprefix(f"{name} ")}
+            ) from None
+    return value
+
+
 def _listed(value: Any) -> Any:
     """A scalar in a grid stands for a list of one."""
     return value if isinstance(value, list) else [value]
@@ -71,6 +86,7 @@ Flag = Annotated[bool, _one_of(False, True)]
 Stride = Annotated[int, _one_of(8, 16)]
 PadRows = Annotated[int, _integer(0, MAX_TOKENS - 1)]
 Stage = Annotated[str | None, _one_of(*STAGES, None)]
+Knobs = Annotated[dict[str, Any], BeforeValidator(_knobs)]
 Many = BeforeValidator(_listed)
 
 
@@ -79,7 +95,11 @@ class _Strict(BaseModel):
 
 
 class Grid(_Strict):
-    """Values per axis; the sweep runs their product. ``solo`` runs one rank with no peer."""
+    """Values per axis; the sweep runs their product. ``solo`` runs one rank with no peer.
+
+    ``tuning``: mappings of ``m3lab.tuning.Tuning``'s knobs, ``{}`` the defaults. ``timeline``: the
+    build stamps its timeline. ``clock``: the run takes modelled times.
+    """
 
     tokens: Annotated[list[Tokens], Many] = [1]
     context: Annotated[list[Context], Many] = [2048]
@@ -89,6 +109,9 @@ class Grid(_Strict):
     pad_rows: Annotated[list[PadRows], Many] = [0]
     page_stride: Annotated[list[Stride], Many] = [8]
     static_scale: Annotated[list[Flag], Many] = [False]
+    tuning: Annotated[list[Knobs], Many] = [{}]
+    timeline: Annotated[list[Flag], Many] = [False]
+    clock: Annotated[list[Flag], Many] = [True]
 
 
 class OneCase(_Strict):
@@ -102,6 +125,9 @@ class OneCase(_Strict):
     pad_rows: PadRows = 0
     page_stride: Stride = 8
     static_scale: Flag = False
+    tuning: Knobs = {}
+    timeline: Flag = False
+    clock: Flag = True
 
 
 class Params(_Strict):
@@ -148,7 +174,10 @@ class Params(_Strict):
             }
         )
         model = tuple(sorted(shared.pop("model").items()))
-        cases = [Case(**values, **shared, model=model) for values in chosen]
+        cases = [
+            Case(**(values | {"tuning": changed_knobs(values["tuning"])}), **shared, model=model)
+            for values in chosen
+        ]
         return list({case.key: case for case in cases}.values())
 
 
@@ -251,6 +280,8 @@ def _sentence(exc: ValidationError, source: str) -> str:
         text = f"{source}: {key}: unknown key (value {first['input']!r}); known keys are {known}"
     elif first["type"] == "value_error":
         text = f"{source}: {key}: {first['ctx']['error']}, got {first['input']!r}"
+    elif first["type"] == "knob":
+        text = f"{source}: {key}.{first['msg']}"
     elif first["type"] in CONTAINERS:
         text = f"{source}: {key}: must be {CONTAINERS[first['type']]}, got {first['input']!r}"
     else:

@@ -45,7 +45,10 @@ VERSIONS_OF = (
 RUN_KEYS = {"run", "params_file", "parameters", "environment", "start", "end"}  # of run.json
 UNFINISHED = ".unfinished-"  # a file that is being written, before it is renamed
 # Files that look at results and decide none: a change in them does not make rows stale.
-LOOKING_ONLY = ("cli.py", "plots.py", "floors.py", "tables.py", "sweep/")
+LOOKING_ONLY = (
+    *("ablation.py", "calibrate.py", "cli.py", "doctor.py", "plots.py", "tables.py", "timeline.py"),
+    "sweep/",
+)
 
 
 class ResultsError(ValueError):
@@ -192,9 +195,10 @@ def now() -> str:
 
 @cache
 def code_fingerprint() -> str:
-    """Digest of the package's source that decides a row: rows of other code are run again."""
+    """Digest of the package's source that decides a row, the clock's constants included: rows of
+    other code are run again."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "parts").glob("*.yaml")]):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith(LOOKING_ONLY) or name in ("sweep/cases.py",):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")

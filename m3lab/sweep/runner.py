@@ -377,6 +377,7 @@ def _environment(jobs: int) -> dict[str, str]:
 def _identity(case: Case) -> dict[str, Any]:
     values = asdict(case)
     values["model"] = json.dumps(dict(case.model))
+    values["tuning"] = json.dumps(dict(case.tuning))
     return {"key": case.key, "name": case.name, "npes": case.npes, **values}
 
 
