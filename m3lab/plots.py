@@ -7,7 +7,7 @@ interpreter's wall time is never called a kernel's time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _accuracy_title(every: pd.DataFrame) -> str:
 
 def bytes_over_floor(cases: pd.DataFrame) -> Figure:
     """Bytes moved beside the floor, by class, against tokens; the longest context of each."""
-    data = tables.moved_bytes(cases)
+    data = tables.plain(tables.moved_bytes(cases))
     data = data[data["npes"] == data["npes"].max()]
     data = data[data["context"] == data["context"].max()].drop_duplicates(["tokens", "class"])
     fig, axes = figure(_bytes_title(data), columns=len(tables.CLASSES), height=3.3)
@@ -196,7 +196,7 @@ def streams_over_floor(cases: pd.DataFrame) -> Figure:
             mine = rows[rows["tokens"] == tokens].set_index("table").loc[names]
             y = np.arange(len(names)) + (i - (len(counts) - 1) / 2) * height
             moved, floor = mine["moved"] / 1e6, mine["floor"] / 1e6
-            label = f"{tokens} token{'' if tokens == 1 else 's'}"
+            label = _tokens(tokens)
             axis.barh(y, moved, height=height * 0.9, color=PALETTE[i], label=label)
             axis.vlines(floor, y - height * 0.45, y + height * 0.45, color=INK, linewidth=2)
             for at, end, ratio in zip(y, moved, mine["ratio"], strict=True):
@@ -216,7 +216,7 @@ def _streams_title(rows: pd.DataFrame) -> str:
     expert = most[most["table"].str.startswith("experts")]["moved"].sum()
     tokens = int(most["tokens"].iloc[0])
     text = (
-        f"At {tokens} token{'' if tokens == 1 else 's'} a rank of W = {rows['tp'].iloc[0]} reads "
+        f"At {_tokens(tokens)} a rank of W = {rows['tp'].iloc[0]} reads "
         f"{sums['moved'] / 1e6:.0f} MB of weights and keys, "
         f"{sums['moved'] / sums['floor']:.1f} times the floor"
     )
@@ -254,7 +254,7 @@ def _bytes_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
             rows = data[data["class"] == name]
             for i, (tokens, group) in enumerate(rows.groupby("tokens")):
                 mean = group.groupby(axis_name)[["moved", "floor"]].mean().reindex(values) / 1e6
-                text = f"{tokens} token{'' if tokens == 1 else 's'}"
+                text = _tokens(tokens)
                 axis.plot(x, mean["moved"], "o-", color=PALETTE[i], label=text)
                 axis.plot(x, mean["floor"], "_--", color=PALETTE[i])
             axis.set_xticks(x, [f"{v:,}" for v in values], rotation=45 * (len(values) > 3))
@@ -279,7 +279,7 @@ def work_by_tp(cases: pd.DataFrame) -> Figure:
 
 def _work_by(cases: pd.DataFrame, axis_name: str, label: str) -> Figure:
     """Wave operations of one rank per stage against ``axis_name``, the fewest tokens' cases."""
-    data = tables.stage_work(cases)
+    data = tables.plain(tables.stage_work(cases))
     data = data[data["npes"] == 1] if (data["npes"] == 1).any() else data
     data = data[data["tokens"] == data["tokens"].min()]
     grid = data.pivot_table("wave operations", axis_name, "stage", aggfunc="mean").fillna(0)
@@ -340,7 +340,7 @@ def _largest(mix: pd.DataFrame, count: int) -> pd.DataFrame:
 
 def stage_work(cases: pd.DataFrame) -> Figure:
     """Wave operations per stage against tokens, the longest context of each."""
-    data = tables.stage_work(cases)
+    data = tables.plain(tables.stage_work(cases))
     data = data[data["npes"] == data["npes"].max()]
     data = data[data["context"] == data["context"].max()]
     data = data.drop_duplicates(["tokens", "stage"])
@@ -353,7 +353,7 @@ def stage_work(cases: pd.DataFrame) -> Figure:
         height = 0.8 / len(grid.columns)
         for i, tokens in enumerate(grid.columns):
             y = np.arange(len(grid)) + (i - (len(grid.columns) - 1) / 2) * height
-            label = f"{tokens} token{'' if tokens == 1 else 's'}"
+            label = _tokens(tokens)
             axis.barh(y, grid[tokens], height=height * 0.9, color=PALETTE[i], label=label)
         axis.set_yticks(range(len(grid)), grid.index)
         axis.invert_yaxis()
@@ -364,11 +364,126 @@ def stage_work(cases: pd.DataFrame) -> Figure:
     return fig
 
 
+# ---------------------------------------------------------------------- modelled time
+
+
+def time_by_tokens(cases: pd.DataFrame) -> Figure:
+    """Modelled time of a step beside its byte floor against tokens, a line a context."""
+    return _time_by(cases, "tokens", "tokens", "context")
+
+
+def time_by_context(cases: pd.DataFrame) -> Figure:
+    """Modelled time of a step beside its byte floor against context, a line a token count."""
+    return _time_by(cases, "context", "context, keys", "tokens")
+
+
+def time_by_tp(cases: pd.DataFrame) -> Figure:
+    """Modelled time of a step beside its byte floor against TP width, a line a token count."""
+    return _time_by(cases, "tp", "TP width", "tokens")
+
+
+def time_figures(cases: pd.DataFrame) -> list[Callable[[pd.DataFrame], Figure]]:
+    """The modelled-time figures of the axes that the cases with a modelled time differ in."""
+    rows = tables.plain(tables.times(cases))
+    figures = {"tokens": time_by_tokens, "context": time_by_context, "tp": time_by_tp}
+    return [make for axis, make in figures.items() if len(rows) and rows[axis].nunique() > 1]
+
+
+def _time_by(cases: pd.DataFrame, axis_name: str, label: str, series: str) -> Figure:
+    """A column of panels for a rank alone, one for all ranks: time above, ratio to floor below.
+
+    Modelled is dashed with hollow marks, here and in every figure; the floor is a plain line.
+    """
+    rows = tables.plain(tables.times(cases))
+    groups = [(name, group) for name, group in (
+        ("solo: one rank, no peer", rows[rows["npes"] == 1]),
+        ("all ranks", rows[rows["npes"] > 1]),
+    ) if len(group)]  # fmt: skip
+    values, kinds = sorted(rows[axis_name].unique()), sorted(rows[series].unique())
+    places = values if axis_name == "tokens" else range(len(values))
+    with mpl.rc_context(STYLE):
+        fig = Figure(figsize=(WIDTH, 5.0), layout="constrained")
+        fig.suptitle(
+            _time_title(rows, axis_name), x=0.01, ha="left", fontsize=11, fontweight="bold",
+            wrap=True,
+        )  # fmt: skip
+        axes = fig.subplots(
+            2, len(groups), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 1.6)
+        )
+        for column, (name, group) in enumerate(groups):
+            for i, (kind, colour) in enumerate(zip(kinds, PALETTE, strict=False)):
+                mine = group[group[series] == kind].groupby(axis_name).mean(numeric_only=True)
+                mine = mine.reindex(values)
+                x = np.array(places) + 0.06 * (i - (len(kinds) - 1) / 2)  # seen side by side
+                above, below = axes[:, column]
+                above.plot(x, mine["modelled us"], **MODELLED, color=colour)
+                above.plot(x, mine["byte floor us"], color=colour, linewidth=1.2)
+                below.plot(x, mine["ratio"], **MODELLED, color=colour)
+            axes[0, column].set_title(name, fontsize=PANEL_SIZE)
+            axes[1, column].set_xticks(places, [f"{v:,}" for v in values])
+            axes[1, column].set_xlabel(label)
+        for (row, _), axis in np.ndenumerate(axes):
+            axis.set_ylim(0, 1.12 * rows["ratio" if row else "modelled us"].max())
+            axis.margins(x=0.08)
+            axis.yaxis.grid(True)
+        axes[0, 0].set_ylabel("K4 step, modelled us\n(launch included)")
+        axes[1, 0].set_ylabel("modelled over\nbyte floor")
+        _time_legend(axes[0, -1], series, kinds)
+    return fig
+
+
+# The style of every modelled time: dashed, hollow marks.
+MODELLED: dict[str, Any] = {
+    "linestyle": (0, (4, 2)),
+    "marker": "o",
+    "markerfacecolor": "white",
+    "markersize": 5,
+}
+
+
+def _time_legend(axis: Axes, series: str, kinds: Sequence[int]) -> None:
+    """What the colours and the two styles of line mean, at the right of ``axis``."""
+    marks = [Line2D([], [], color=INK, **MODELLED, label="modelled"),
+             Line2D([], [], color=INK, linewidth=1.2, label="byte floor,\n7.2 TB/s")]  # fmt: skip
+    for kind, colour in zip(kinds, PALETTE, strict=False):
+        text = _value(series, kind)
+        marks.append(Line2D([], [], color=colour, marker="s", linestyle="", label=text))
+    axis.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _time_title(rows: pd.DataFrame, axis_name: str) -> str:
+    """From the first value of the axis to the last, of the most ranks and otherwise one case."""
+    if rows.empty:
+        return "No case has a modelled time"
+    rows = rows[(rows["npes"] > 1) == (rows["npes"].max() > 1)]
+    fixed = ["solo" if rows["npes"].max() == 1 else "all ranks"]
+    wanted = {"tp": 4, "tokens": rows["tokens"].min(), "context": rows["context"].max()}
+    for other, choice in wanted.items():
+        if other != axis_name:
+            there = rows[other].unique()
+            rows = rows[rows[other] == (choice if choice in there else max(there))]
+            fixed.append(_value(other, rows[other].iloc[0]))
+    rows = rows.drop_duplicates(axis_name).sort_values(axis_name)
+    ends = rows.iloc[[0, -1]] if len(rows) > 1 else rows
+    times = [f"{us:.1f} us at {_value(axis_name, at)}"
+             for us, at in zip(ends["modelled us"], ends[axis_name], strict=True)]  # fmt: skip
+    over = " and ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in ends["ratio"]))
+    return f"Modelled: {', '.join(times)}, {over} times the byte floor ({', '.join(fixed)})"
+
+
+def _value(axis_name: str, value: int) -> str:
+    """An axis's value in words, kept on one line: ``4 tokens``, ``context 8,192``, ``W = 4``."""
+    words = {"tokens": _tokens(value), "context": f"context {value:,}", "tp": f"W = {value}"}
+    return words[axis_name].replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
 def interpreter_wall(cases: pd.DataFrame) -> Figure:
     """What the interpreter took, against context: a figure about this tool, not about the GPU."""
-    data = tables.finished(cases)
-    plain = (data["q_len"] == 1) & (data["pad_rows"] == 0) & (data["page_stride"] == 8)
-    data = data[plain & ~data["static_scale"].astype(bool)]
+    data = tables.plain(tables.finished(cases), "name")
     worst = data["interpreter_wall_s"].max()
     fig, axes = figure(
         f"Interpreter wall time, not a GPU time: {worst:.0f} s at most", columns=2, sharey=True
@@ -381,7 +496,7 @@ def interpreter_wall(cases: pd.DataFrame) -> Figure:
             for i, (tokens, group) in enumerate(rows.groupby("tokens")):
                 group = group.sort_values("context")
                 x = range(len(group))
-                label = f"{tokens} token{'' if tokens == 1 else 's'}"
+                label = _tokens(tokens)
                 axis.plot(x, group["interpreter_wall_s"], "o:", color=PALETTE[i], label=label)
                 axis.set_xticks(x, [f"{c:,}" for c in group["context"]])
             axis.set_title(name, fontsize=PANEL_SIZE)

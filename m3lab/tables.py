@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from m3lab import isa_report
+from m3lab.floors import HBM_SEEN
 from m3lab.interpreter.clock import Hop
 from m3lab.placement import TL_POINTS
+from m3lab.tuning import Tuning
 from m3lab.verify import EXACT_ALARM, STAGE_BOUND
 
 INTERMEDIATES = (
@@ -64,7 +66,8 @@ def verdict_line(cases: pd.DataFrame) -> str:
 
 
 def summary(cases: pd.DataFrame) -> pd.DataFrame:
-    """One row a case: status, checks, worst stage errors, unequal page ids, interpreter wall time.
+    """One row a case: status, checks, worst stage errors, unequal page ids, the modelled time (with
+    a clock), the interpreter's wall time.
 
     An empty error: the build does not publish that intermediate (see ``m3lab.step``).
     """
@@ -85,6 +88,9 @@ def summary(cases: pd.DataFrame) -> pd.DataFrame:
             shown[label] = ["" if v != v else f"{v:.1e}" for v in values.astype(float)]
         unequal = cases["stage_sparse_table"].astype(float)
         shown["unequal page ids"] = ["" if v != v else f"{v:.0f}" for v in unequal]
+        if "modelled_us" in cases:
+            us = cases["modelled_us"].astype(float)
+            shown["modelled us"] = ["" if v != v else f"{v:.1f}" for v in us]
         wall = cases["interpreter_wall_s"].astype(float)
         shown["interpreter wall s"] = ["" if v != v else f"{v:.1f}" for v in wall]
     errors = cases["error"].fillna("") if "error" in cases else pd.Series("", cases.index)
@@ -238,6 +244,8 @@ def builds(cases: pd.DataFrame) -> dict[str, isa_report.IsaFigures]:
         label = label.replace("1 tokens", "1 token")
         label += ", stride 16" if case["page_stride"] == 16 else ""
         label += ", static scale" if case["static_scale"] else ""
+        label += "".join(f", {name} {value}" for name, value in knobs(case).items())
+        label += ", timeline" if case.get("timeline") is True else ""
         out.setdefault(label, isa_report.IsaFigures(**json.loads(case["isa"])))
     return out
 
@@ -285,6 +293,62 @@ def compared(
     return pd.DataFrame(
         {(name, side): table[name] for name in columns for side, table in sides.items()}
     )
+
+
+# ---------------------------------------------------------------------- modelled time
+
+HBM_FIELDS = ("weights", "cache", "inputs")  # of a floor: mailboxes need not come from memory
+
+
+def timed(cases: pd.DataFrame) -> pd.DataFrame:
+    """The finished cases that have a modelled time; none of a run without a clock."""
+    done = finished(cases)
+    return done[done["modelled_us"].notna()] if "modelled_us" in done else done.iloc[:0]
+
+
+def times(cases: pd.DataFrame) -> pd.DataFrame:
+    """The modelled time of a step beside its byte floor, a row a case.
+
+    ``modelled us``: the launch of the kernel included, until the last rank ends. ``byte floor us``:
+    the weights, keys and tables of one rank at the bandwidth seen on the part (7.2 TB/s), which is
+    no time that anything ran. ``ratio``: modelled over floor.
+    """
+    rows = []
+    for case in timed(cases).to_dict("records"):
+        stages = json.loads(case["floors"]).values()
+        floor = sum(stage[field] for stage in stages for field in HBM_FIELDS) / HBM_SEEN * 1e6
+        rows.append(
+            {
+                "case": case["name"],
+                **{key: case[key] for key in ("tokens", "context", "tp", "npes")},
+                "modelled us": case["modelled_us"],
+                "byte floor us": floor,
+                "ratio": case["modelled_us"] / floor,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def times_by(cases: pd.DataFrame) -> pd.DataFrame:
+    """``times`` of the plain cases for printing: a row a width, ranks and context, by tokens."""
+    rows = plain(times(cases))
+    if rows.empty:
+        return rows
+    rows = rows.assign(ranks=rows["npes"].map(RANKS)).rename(columns={"tp": "W"})
+    values = ["modelled us", "byte floor us", "ratio"]
+    grid = rows.pivot_table(values, ["W", "ranks", "context"], "tokens", sort=False)
+    grid = grid.reorder_levels([1, 0], axis=1).sort_index()
+    grid = grid[[(t, v) for t in sorted(rows["tokens"].unique()) for v in values]]
+    grid.columns = grid.columns.set_levels(
+        [f"{t} token{'' if t == 1 else 's'}" for t in grid.columns.levels[0]], level=0
+    )
+    return grid
+
+
+def clocks(cases: pd.DataFrame) -> set[tuple[str, str]]:
+    """(part, digest of the clock) of the modelled times in ``cases``: compare equal ones only."""
+    nested = [json.loads(text) for text in timed(cases).get("modelled", [])]
+    return {(times["part"], times["clock"]) for times in nested}
 
 
 def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
@@ -387,11 +451,16 @@ def _over_floor(
     }
 
 
-def plain(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of plain cases, whose names tell no unusual layout or batch; all, if none is."""
+# What a case's name tells when it is not plain: an unusual batch, layout or build.
+UNUSUAL = "|".join((r"q\d", "pad", "stride", "static", "timeline", *Tuning.__dataclass_fields__))
+
+
+def plain(table: pd.DataFrame, name: str = "case") -> pd.DataFrame:
+    """The rows of plain cases, whose names (column ``name``) tell no unusual layout, batch, knob
+    or timeline; all, if none is."""
     if table.empty:
         return table
-    kept = table[~table["case"].str.contains(r"_(?:q\d|pad|stride|static)", regex=True)]
+    kept = table[~table[name].str.contains(f"_(?:{UNUSUAL})", regex=True)]
     return kept if len(kept) else table
 
 

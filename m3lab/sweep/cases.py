@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from m3lab.placement import Placement
 from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.sweep.results import clock_fingerprint
 from m3lab.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -248,14 +249,15 @@ def _measure(case: Case) -> dict[str, Any]:
 def _times(clock: Clock | None) -> dict[str, Any]:
     """The modelled columns: microseconds, launch included; None where no clock ran.
 
-    ``modelled`` is JSON: ``part`` (whose constants), ``rank_modelled_us`` by rank, and
-    ``critical_path``, a mapping for each ``Hop``.
+    ``modelled`` is JSON: ``part`` (whose constants), ``clock`` (a digest of the model),
+    ``rank_modelled_us`` by rank, and ``critical_path``, a mapping for each ``Hop``.
     """
     if clock is None:
         return {"modelled_us": None, "modelled": None}
     times = clock.modelled()
     nested = {
         "part": times.part,
+        "clock": clock_fingerprint(),
         "rank_modelled_us": times.rank_modelled_us,
         "critical_path": [asdict(hop) for hop in clock.critical_path()],
     }

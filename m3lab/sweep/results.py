@@ -205,6 +205,16 @@ def code_fingerprint() -> str:
     return digest.hexdigest()[:12]
 
 
+@cache
+def clock_fingerprint() -> str:
+    """Digest of the interpreter and the clock's constants: times of other clocks compare badly."""
+    digest = hashlib.sha256()
+    for folder, pattern in (("interpreter", "*.py"), ("parts", "*.yaml")):
+        for path in sorted((PACKAGE / folder).glob(pattern)):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
 def git_state() -> dict[str, Any]:
     """Revision of the source tree and whether it had uncommitted changes; None where unknown."""
 
