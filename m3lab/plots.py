@@ -81,17 +81,24 @@ def save(fig: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
+class NothingToDrawError(ValueError):
+    """A run's rows lack what a figure shows: one sentence."""
+
+
 def show(make: Callable[[pd.DataFrame], Figure], run: Run, save_figures: bool = False) -> Any:
     """The figure ``make`` gives for the run's cases, for a notebook cell.
 
-    ``save_figures`` also keeps it in the run's ``figures/``. A run with no finished case gets a
-    sentence instead.
+    ``save_figures`` also keeps it in the run's ``figures/``. A run with no finished case, or
+    without what the figure shows, gets a sentence instead.
     """
     from IPython.display import Markdown
 
     if tables.finished(run.cases).empty:
         return Markdown("*No case ran to its end: nothing to draw.*")
-    fig = make(run.cases)
+    try:
+        fig = make(run.cases)
+    except NothingToDrawError as nothing:
+        return Markdown(f"*{nothing}.*")
     if save_figures:
         save(fig, run.path / "figures", make.__name__)
     return drawn(fig)
@@ -395,6 +402,8 @@ def _time_by(cases: pd.DataFrame, axis_name: str, label: str, series: str) -> Fi
     Modelled is dashed with hollow marks, here and in every figure; the floor is a plain line.
     """
     rows = tables.plain(tables.times(cases))
+    if rows.empty:
+        raise NothingToDrawError("No case of this run has a modelled time: nothing to draw")
     groups = [(name, group) for name, group in (
         ("solo: one rank, no peer", rows[rows["npes"] == 1]),
         ("all ranks", rows[rows["npes"] > 1]),
@@ -453,8 +462,6 @@ def _time_legend(axis: Axes, series: str, kinds: Sequence[int]) -> None:
 
 def _time_title(rows: pd.DataFrame, axis_name: str) -> str:
     """From the first value of the axis to the last, of the most ranks and otherwise one case."""
-    if rows.empty:
-        return "No case has a modelled time"
     rows = rows[(rows["npes"] > 1) == (rows["npes"].max() > 1)]
     fixed = ["solo" if rows["npes"].max() == 1 else "all ranks"]
     wanted = {"tp": 4, "tokens": rows["tokens"].min(), "context": rows["context"].max()}

@@ -306,6 +306,11 @@ def timed(cases: pd.DataFrame) -> pd.DataFrame:
     return done[done["modelled_us"].notna()] if "modelled_us" in done else done.iloc[:0]
 
 
+def stamped(cases: pd.DataFrame) -> list[dict[Hashable, Any]]:
+    """The finished rows whose build stamped its timeline, in order."""
+    return [case for case in timed(cases).to_dict("records") if stamps(case)]
+
+
 def times(cases: pd.DataFrame) -> pd.DataFrame:
     """The modelled time of a step beside its byte floor, a row a case.
 

@@ -7,9 +7,11 @@ notebooks show is theirs and ``m3lab.tables`` / ``m3lab.plots``'.
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,20 @@ import pandas as pd
 
 from m3lab import tables
 from m3lab.sweep.params import ParamsError, parse
-from m3lab.sweep.results import NOTEBOOK_DIR, ResultsError, Run, load_run, read_meta, write_atomic
+from m3lab.sweep.results import (
+    HOUSE,
+    NOTEBOOK_DIR,
+    ResultsError,
+    Run,
+    load_run,
+    read_meta,
+    write_atomic,
+)
 
 REPORT = "20_report"
 COMPARE = "21_compare"
 SAME_BUILDS = ("model", "until")  # parameters that make builds of one label the same build
+FAULTS = "docs/model.md#what-it-gets-wrong-and-why"  # of the modelled clock
 GOOD, PARTIAL, BAD = "#00735C", "#8A5A00", "#B3261E"
 
 
@@ -129,6 +140,66 @@ def _not_run(run: Run) -> set[str]:
     except ParamsError:
         return set()
     return {case.name for case in asked} - {*run.cases["name"]}
+
+
+def time_note(run: Run) -> Any:
+    """Whose times the report shows, in a sentence or two, for a notebook cell."""
+    from IPython.display import Markdown
+
+    timed = tables.timed(run.cases)
+    if timed.empty:
+        return Markdown("*No case of this run has a modelled time: none ran with a clock.*")
+    parts = ", ".join(sorted({part for part, _ in tables.clocks(timed)}))
+    return Markdown(
+        f"**Every time here is modelled, none is measured**: the interpreter's clock with the "
+        f"constants of {parts} timed {len(timed)} of {len(run.cases)} cases, and no GPU ran. "
+        f"{_link(run, FAULTS)} tells what the model gets wrong, and shows its times beside those "
+        "that others measured."
+    )
+
+
+def _link(run: Run, target: str) -> str:
+    """A Markdown link from the run's folder to a file of the house; its bare name from elsewhere,
+    where a path would tell where the house stands."""
+    name, _, anchor = target.partition("#")
+    if not run.path.resolve().is_relative_to(HOUSE):
+        return f"`{name}`"
+    path = Path(os.path.relpath(HOUSE / name, run.path.resolve())).as_posix()
+    return f"[{name}]({path}#{anchor})"
+
+
+def show_timeline(run: Run, case: Mapping[Hashable, Any], save_figures: bool = False) -> None:
+    """A case's modelled timeline in a notebook: Gantt of the rank that ends last, where the time
+    goes, the critical path; ``save_figures`` keeps the picture and a trace of all ranks."""
+    from IPython.display import Markdown, display
+
+    from m3lab import plots, timeline
+
+    name, hops = case["name"], tables.hops(case)
+    stamps = timeline.frame(tables.stamps(case), "modelled")
+    last = stamps.loc[stamps["modelled_us"].idxmax(), "rank"]
+    fig = timeline.gantt(stamps, int(last), hops)
+    display(Markdown(f"### {name}"), plots.drawn(fig))
+    display(timeline.where_time_goes(stamps))
+    if hops:
+        display(timeline.critical_path(hops).style.set_table_attributes('class="words"').hide())
+    if save_figures:
+        plots.save(fig, run.path / "figures", f"timeline_{name}")
+        path = keep_trace(run, name, timeline.trace(stamps, hops))
+        display(Markdown(
+            f"The same with every rank and CTA, modelled: `{path.relative_to(run.path)}` beside "
+            "this page, a trace for ui.perfetto.dev or chrome://tracing."
+        ))  # fmt: skip
+
+
+def keep_trace(run: Run, name: str, trace: Mapping[str, Any]) -> Path:
+    """Write a trace into the run's ``traces/``, gzipped (the viewers open it so); its path."""
+    folder = run.path / "traces"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json.gz"
+    content = gzip.compress(json.dumps(trace).encode(), mtime=0)
+    write_atomic(path, lambda p: p.write_bytes(content))
+    return path
 
 
 def environment(run: Run) -> pd.DataFrame:
