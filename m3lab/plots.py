@@ -404,6 +404,8 @@ def _time_by(cases: pd.DataFrame, axis_name: str, label: str, series: str) -> Fi
     rows = tables.plain(tables.times(cases))
     if rows.empty:
         raise NothingToDrawError("No case of this run has a modelled time: nothing to draw")
+    third = next(a for a in TIME_AXES if a not in (axis_name, series))
+    rows, fixed = _fix(rows, third)
     groups = [(name, group) for name, group in (
         ("solo: one rank, no peer", rows[rows["npes"] == 1]),
         ("all ranks", rows[rows["npes"] > 1]),
@@ -420,25 +422,29 @@ def _time_by(cases: pd.DataFrame, axis_name: str, label: str, series: str) -> Fi
             2, len(groups), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 1.6)
         )
         for column, (name, group) in enumerate(groups):
-            for i, (kind, colour) in enumerate(zip(kinds, PALETTE, strict=False)):
+            for i, kind in enumerate(kinds):
                 mine = group[group[series] == kind].groupby(axis_name).mean(numeric_only=True)
-                mine = mine.reindex(values)
                 x = np.array(places) + 0.06 * (i - (len(kinds) - 1) / 2)  # seen side by side
                 above, below = axes[:, column]
-                above.plot(x, mine["modelled us"], **MODELLED, color=colour)
-                above.plot(x, mine["byte floor us"], color=colour, linewidth=1.2)
-                below.plot(x, mine["ratio"], **MODELLED, color=colour)
-            axes[0, column].set_title(name, fontsize=PANEL_SIZE)
+                _time_lines(above, below, x, mine.reindex(values), PALETTE[i % len(PALETTE)])
+            axes[0, column].set_title(f"{name}, {fixed}", fontsize=PANEL_SIZE)
             axes[1, column].set_xticks(places, [f"{v:,}" for v in values])
             axes[1, column].set_xlabel(label)
         for (row, _), axis in np.ndenumerate(axes):
             axis.set_ylim(0, 1.12 * rows["ratio" if row else "modelled us"].max())
-            axis.margins(x=0.08)
+            axis.set_xlim(places[0] - 0.4, places[-1] + 0.4)
             axis.yaxis.grid(True)
         axes[0, 0].set_ylabel("K4 step, modelled us\n(launch included)")
         axes[1, 0].set_ylabel("modelled over\nbyte floor")
         _time_legend(axes[0, -1], series, kinds)
     return fig
+
+
+def _time_lines(above: Axes, below: Axes, x: np.ndarray, rows: pd.DataFrame, colour: str) -> None:
+    """One series: time and floor ``above``, their ratio ``below``."""
+    above.plot(x, rows["modelled us"], **MODELLED, color=colour)
+    above.plot(x, rows["byte floor us"], **FLOOR, color=colour)
+    below.plot(x, rows["ratio"], **MODELLED, color=colour)
 
 
 # The style of every modelled time: dashed, hollow marks.
@@ -448,15 +454,16 @@ MODELLED: dict[str, Any] = {
     "markerfacecolor": "white",
     "markersize": 5,
 }
+FLOOR: dict[str, Any] = {"linewidth": 1.2, "marker": "_"}
 
 
 def _time_legend(axis: Axes, series: str, kinds: Sequence[int]) -> None:
     """What the colours and the two styles of line mean, at the right of ``axis``."""
     marks = [Line2D([], [], color=INK, **MODELLED, label="modelled"),
-             Line2D([], [], color=INK, linewidth=1.2, label="byte floor,\n7.2 TB/s")]  # fmt: skip
-    for kind, colour in zip(kinds, PALETTE, strict=False):
-        text = _value(series, kind)
-        marks.append(Line2D([], [], color=colour, marker="s", linestyle="", label=text))
+             Line2D([], [], color=INK, **FLOOR, label="byte floor,\n7.2 TB/s")]  # fmt: skip
+    for i, kind in enumerate(kinds):
+        style: dict[str, Any] = {"color": PALETTE[i % len(PALETTE)], "marker": "s", "linestyle": ""}
+        marks.append(Line2D([], [], **style, label=_value(series, kind)))
     axis.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -464,18 +471,28 @@ def _time_title(rows: pd.DataFrame, axis_name: str) -> str:
     """From the first value of the axis to the last, of the most ranks and otherwise one case."""
     rows = rows[(rows["npes"] > 1) == (rows["npes"].max() > 1)]
     fixed = ["solo" if rows["npes"].max() == 1 else "all ranks"]
-    wanted = {"tp": 4, "tokens": rows["tokens"].min(), "context": rows["context"].max()}
-    for other, choice in wanted.items():
+    for other in TIME_AXES:
         if other != axis_name:
-            there = rows[other].unique()
-            rows = rows[rows[other] == (choice if choice in there else max(there))]
-            fixed.append(_value(other, rows[other].iloc[0]))
+            rows, value = _fix(rows, other)
+            fixed.append(value)
     rows = rows.drop_duplicates(axis_name).sort_values(axis_name)
     ends = rows.iloc[[0, -1]] if len(rows) > 1 else rows
     times = [f"{us:.1f} us at {_value(axis_name, at)}"
              for us, at in zip(ends["modelled us"], ends[axis_name], strict=True)]  # fmt: skip
     over = " and ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in ends["ratio"]))
     return f"Modelled: {', '.join(times)}, {over} times the byte floor ({', '.join(fixed)})"
+
+
+TIME_AXES = ("tp", "tokens", "context")
+
+
+def _fix(rows: pd.DataFrame, axis_name: str) -> tuple[pd.DataFrame, str]:
+    """The rows of one value of an axis, and the value in words: W = 4 or else the widest, the
+    fewest tokens, the longest context."""
+    there = rows[axis_name]
+    choice = there.min() if axis_name == "tokens" else there.max()
+    choice = 4 if axis_name == "tp" and (there == 4).any() else choice
+    return rows[there == choice], _value(axis_name, choice)
 
 
 def _value(axis_name: str, value: int) -> str:

@@ -208,7 +208,9 @@ def test_a_run_of_one_case_of_one_token_has_its_report(folder):
 def test_the_report_is_one_page_without_code_or_outside_references(folder):
     page = report.make_report(folder, notebooks=["20_report"])
     text = page.read_text()
-    assert text.count("data:image/svg+xml") == 6
+    cases = load_run(folder).cases
+    pictures = 6 + len(plots.time_figures(cases)) + len(tables.stamped(cases))
+    assert text.count("data:image/svg+xml") == pictures
     assert "PASSED" in text
     assert "load_run(" not in text
     assert "Error" not in text

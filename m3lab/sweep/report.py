@@ -177,17 +177,18 @@ def show_timeline(run: Run, case: Mapping[Hashable, Any], save_figures: bool = F
 
     name, hops = case["name"], tables.hops(case)
     stamps = timeline.frame(tables.stamps(case), "modelled")
-    last = stamps.loc[stamps["modelled_us"].idxmax(), "rank"]
-    fig = timeline.gantt(stamps, int(last), hops)
+    ends = stamps.groupby("rank")["modelled_us"].max()
+    fig = timeline.gantt(stamps, hops[-1].reader[0] if hops else int(ends.idxmax()), hops)
     display(Markdown(f"### {name}"), plots.drawn(fig))
     display(timeline.where_time_goes(stamps))
     if hops:
-        display(timeline.critical_path(hops).style.set_table_attributes('class="words"').hide())
+        path = timeline.critical_path(hops).style.format(precision=2)
+        display(path.set_table_attributes('class="words"').hide())
     if save_figures:
         plots.save(fig, run.path / "figures", f"timeline_{name}")
-        path = keep_trace(run, name, timeline.trace(stamps, hops))
+        file = keep_trace(run, name, timeline.trace(stamps, hops)).relative_to(run.path)
         display(Markdown(
-            f"The same with every rank and CTA, modelled: `{path.relative_to(run.path)}` beside "
+            f"The same with every rank and CTA, modelled: `{file.as_posix()}` beside "
             "this page, a trace for ui.perfetto.dev or chrome://tracing."
         ))  # fmt: skip
 
@@ -251,7 +252,7 @@ th, td { border: 0; border-bottom: 1px solid #e4e4e4; padding: .28rem .4rem; tex
 thead th { border-bottom: 2px solid #999; vertical-align: bottom; line-height: 1.25; }
 tbody th { text-align: left; font-weight: 600; white-space: nowrap; }
 td:not(:last-child) { white-space: nowrap; }
-table.words td { text-align: left; }
+table.words td, table.words th { text-align: left; }
 tbody tr:hover { background: #f2f7fb; }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .82rem; }
 .prompt, .anchor-link { display: none; }
