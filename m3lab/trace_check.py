@@ -6,6 +6,7 @@ flow events, metadata). What the trace is about, and making it, is ``timeline``'
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ FIELDS: dict[str, _Kinds] = {
 def check_trace(path: Path) -> dict[str, Any]:
     """What a trace file holds: ``time`` (modelled or measured), processes, tracks, slices, flows.
 
+    ``path``: JSON, gzipped where the name ends in ``.gz``.
     Raises ValueError, in one sentence, for a file that is no trace or that a viewer would show
     wrong: an event without the fields of its phase, a negative duration, slices of a track that
     overlap and do not nest, a flow without exactly one start and one later finish, an end of a flow
     outside every slice of its track, or times that do not say whose clock they are of.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as exc:
+        content = Path(path).read_bytes()
+        data = json.loads(gzip.decompress(content) if Path(path).suffix == ".gz" else content)
+    except (ValueError, EOFError, gzip.BadGzipFile) as exc:
         raise ValueError(f"{path}: not JSON ({exc})") from exc
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise ValueError(f"{path}: not a trace: it must be an object with a list traceEvents")

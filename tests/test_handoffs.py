@@ -111,6 +111,7 @@ def test_waits_of_a_cta_do_not_overlap_and_cover_what_the_polls_cover():
     columns = ["rank", "cta", "hand-off", "stage", "polled at"]
     polls = pd.DataFrame(rows, columns=[*columns, "asked_modelled_us", "seen_modelled_us"])
     found = handoffs.waits(polls)
+    assert (found["end_modelled_us"] > found["start_modelled_us"]).all()
     for cta in range(3):
         grid = [i / 64 for i in range(64 * 60)]
         asked = polls[polls["cta"] == cta][["asked_modelled_us", "seen_modelled_us"]].to_numpy()

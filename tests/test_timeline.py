@@ -1,5 +1,6 @@
 """Stamps as tables, pictures and traces, on stamps written by hand."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -229,9 +230,14 @@ def test_a_trace_that_a_viewer_would_show_wrong_is_refused_in_a_sentence(tmp_pat
 def test_a_trace_without_a_fault_is_counted(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(good_trace()))
-    assert timeline.check_trace(path) == {
+    zipped = tmp_path / "t.json.gz"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    assert timeline.check_trace(path) == timeline.check_trace(zipped) == {
         "time": "modelled", "processes": 1, "tracks": 2, "slices": 4, "flows": 1,
     }  # fmt: skip
+    zipped.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=r"t.json.gz: not JSON"):
+        timeline.check_trace(zipped)
 
 
 @pytest.mark.parametrize(
