@@ -9,6 +9,7 @@ import base64
 import json
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,16 @@ def stamps(case: Mapping[Hashable, Any]) -> list[Tensor]:
     ticks = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<i4")
     ranks = ticks.reshape(int(case["npes"]), -1, TL_POINTS).astype(np.int64)
     return list(torch.from_numpy(ranks))
+
+
+def waits(case: Mapping[Hashable, Any]) -> pd.DataFrame | None:
+    """When each CTA of a row with a timeline waited for another one's words, modelled: the table of
+    ``m3lab.handoffs.waits``; None where the row does not hold it."""
+    text = case.get("waits")
+    if not isinstance(text, str):
+        return None
+    content = zlib.decompress(base64.b64decode(text)).decode()
+    return pd.read_csv(StringIO(content), float_precision="round_trip")
 
 
 def hops(case: Mapping[Hashable, Any]) -> list[Hop]:

@@ -16,7 +16,7 @@ from m3lab.sweep.cases import packed
 from m3lab.sweep.results import HOUSE, Run, read_rows, write_rows
 
 SAMPLE = Path(__file__).parent.parent / "results" / "sample"
-NEW = ("tuning", "timeline", "clock", "modelled_us", "modelled", "stamps")
+NEW = ("tuning", "timeline", "clock", "modelled_us", "modelled", "stamps", "waits")
 HOPS = [
     Hop("output.py:9", "output", (0, 3), (1, 7), 5.0, 9.0, 10.0),
     Hop("down.py:7", "experts", (1, 7), (1, 0), 11.0, 20.0, 21.0),
@@ -138,6 +138,7 @@ def test_rows_of_before_the_clock_are_still_read(untimed):
     assert tables.clocks(untimed) == set()
     row = untimed.iloc[0].to_dict()
     assert (tables.stamps(row), tables.hops(row), tables.knobs(row)) == ([], [], {})
+    assert tables.waits(row) is None
     assert "modelled us" not in tables.summary(untimed)
     assert len(tables.builds(untimed)) == 10
     assert plots.time_figures(untimed) == []

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from m3lab.sweep import results, runner
@@ -224,7 +225,7 @@ def test_a_rows_modelled_time_and_stamps_are_those_of_the_step_itself(repetition
     pytest.importorskip("flydsl")
     import torch
 
-    from m3lab import DecodeStep, tables
+    from m3lab import DecodeStep, handoffs, tables
     from m3lab.interpreter.clock import Clock
     from m3lab.sweep.cases import run_case
 
@@ -238,6 +239,9 @@ def test_a_rows_modelled_time_and_stamps_are_those_of_the_step_itself(repetition
     ) as step:
         clock = Clock()
         result = step.run(clock=clock)
+        waits = handoffs.waits(handoffs.polls(step, clock))
+    pd.testing.assert_frame_equal(tables.waits(row), waits, check_dtype=False, check_exact=True)
+    assert len(waits)
     assert row["modelled_us"] == clock.modelled().step_modelled_us > 0
     nested = json.loads(row["modelled"])
     assert nested["part"] == clock.part.name
@@ -256,7 +260,7 @@ def test_without_a_clock_a_row_has_no_modelled_time():
     case = Case(context=100, solo=True, model=NARROW, until="output", clock=False)
     row = run_case(case)
     assert row["status"] == "passed", row["error"]
-    assert (row["modelled_us"], row["modelled"], row["stamps"]) == (None, None, None)
+    assert all(row[name] is None for name in ("modelled_us", "modelled", "stamps", "waits"))
 
 
 def test_stamps_of_several_ranks_come_back_as_they_were():
@@ -276,7 +280,14 @@ def test_what_decides_a_row_is_in_the_codes_digest_and_what_looks_at_it_is_not(
     tmp_path, monkeypatch
 ):
     names = {
-        "in": ("kernels/select.py", "tuning.py", "floors.py", "parts/x.yaml", "sweep/cases.py"),
+        "in": (
+            "kernels/select.py",
+            "tuning.py",
+            "floors.py",
+            "parts/x.yaml",
+            "handoffs.py",
+            "sweep/cases.py",
+        ),
         "out": ("ablation.py", "timeline.py", "calibrate.py", "plots.py", "sweep/report.py"),
     }
     for name in (*names["in"], *names["out"]):

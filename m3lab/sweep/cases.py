@@ -238,6 +238,7 @@ def _measure(case: Case) -> dict[str, Any]:
         "interpreter_wall_s": result.seconds,
         **_times(clock),
         "stamps": packed(result.stamps),
+        "waits": packed_waits(step, clock) if case.timeline and clock else None,
         **_errors(verdicts),
         "verdicts": json.dumps([asdict(v) for v in verdicts]),
         "counters": json.dumps(result.report.counters.summary()),
@@ -273,6 +274,17 @@ def packed(stamps: Sequence[Tensor]) -> str | None:
         return None
     ticks = b"".join(rank.cpu().numpy().astype("<i4").tobytes() for rank in stamps)
     return base64.b64encode(zlib.compress(ticks, 9)).decode("ascii")
+
+
+def packed_waits(step: DecodeStep, clock: Clock) -> str:
+    """When each CTA waited for another one's words, as text: base64 of zlib of CSV.
+
+    ``m3lab.tables.waits`` reads it back.
+    """
+    from m3lab import handoffs
+
+    text = handoffs.waits(handoffs.polls(step, clock)).to_csv(index=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
 
 
 def _distinct_experts(step: DecodeStep, result: StepResult) -> int | None:

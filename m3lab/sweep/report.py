@@ -170,23 +170,26 @@ def _link(run: Run, target: str) -> str:
 
 def show_timeline(run: Run, case: Mapping[Hashable, Any], save_figures: bool = False) -> None:
     """A case's modelled timeline in a notebook: Gantt of the rank that ends last, where the time
-    goes, the critical path; ``save_figures`` keeps the picture and a trace of all ranks."""
+    goes, what CTAs wait for, the critical path; ``save_figures`` keeps the picture and a trace of
+    all ranks."""
     from IPython.display import Markdown, display
 
-    from m3lab import plots, timeline
+    from m3lab import handoffs, plots, timeline
 
-    name, hops = case["name"], tables.hops(case)
+    name, hops, waits = case["name"], tables.hops(case), tables.waits(case)
     stamps = timeline.frame(tables.stamps(case), "modelled")
     ends = stamps.groupby("rank")["modelled_us"].max()
-    fig = timeline.gantt(stamps, hops[-1].reader[0] if hops else int(ends.idxmax()), hops)
+    fig = timeline.gantt(stamps, hops[-1].reader[0] if hops else int(ends.idxmax()), hops, waits)
     display(Markdown(f"### {name}"), plots.drawn(fig))
-    display(timeline.where_time_goes(stamps))
+    display(timeline.where_time_goes(stamps, waits).style.format(precision=2))
+    if waits is not None and len(waits):
+        display(handoffs.waited_for(waits).style.format(precision=2))
     if hops:
         path = timeline.critical_path(hops).style.format(precision=2)
         display(path.set_table_attributes('class="words"').hide())
     if save_figures:
         plots.save(fig, run.path / "figures", f"timeline_{name}")
-        file = keep_trace(run, name, timeline.trace(stamps, hops)).relative_to(run.path)
+        file = keep_trace(run, name, timeline.trace(stamps, hops, waits)).relative_to(run.path)
         display(Markdown(
             f"The same with every rank and CTA, modelled: `{file.as_posix()}` beside "
             "this page, a trace for ui.perfetto.dev or chrome://tracing."

@@ -46,7 +46,7 @@ RUN_KEYS = {"run", "params_file", "parameters", "environment", "start", "end"}  
 UNFINISHED = ".unfinished-"  # a file that is being written, before it is renamed
 # Files that look at results and decide none: a change in them does not make rows stale.
 LOOKING_ONLY = (
-    *("ablation.py", "calibrate.py", "cli.py", "doctor.py", "handoffs.py", "plots.py"),
+    *("ablation.py", "calibrate.py", "cli.py", "doctor.py", "plots.py"),
     *("tables.py", "timeline.py", "trace_check.py", "sweep/"),
 )
 
