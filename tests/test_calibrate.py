@@ -77,7 +77,7 @@ def test_the_table_shows_published_beside_modelled_with_the_errors_sign():
     text = table(model, PART)
     lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     assert "| 32.8 | 30.0 | -8.5% | fitted to 3% |" in lines["1"]
-    assert "| 64.1 | 120.0 | +87.2% | fitted to 15% |" in lines["5"]
+    assert "| 64.1 | 120.0 | +87.2% | fitted to 3% |" in lines["5"]
     assert "| +1.5 | -1.00 | -2.50 us | sign wrong |" in lines["2"]
     assert "| -1.4 | +2.00 | +3.40 us | sign wrong |" in lines["3"]
     assert "| +0.4 | +0.00 | -0.40 us | no change |" in lines["4"]

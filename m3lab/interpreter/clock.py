@@ -3,7 +3,8 @@
 A model, never a measurement: every figure it hands out is called modelled. What it knows of the
 hardware is a ``Part``. The mechanism: an operation costs its class's issue; a load's result is
 ready after the latency of where it is found and its share of bandwidth, and the wait is paid at its
-first use (vector memory returns in order, as vmcnt counts it); a stored word can be seen by other
+first use (vector memory returns in order, as vmcnt counts it; what a CTA requests from HBM before
+it waits for any of it is a burst, served together); a stored word can be seen by other
 CTAs after a latency, and a poll ends when the latest of its words is seen; a barrier takes the
 slowest wave. Time does not depend on the schedule: how many CTAs stream, or poll one line, at a
 point of the program is a ``Census``, which a lockstep run takes and a split schedule is given.
@@ -12,33 +13,25 @@ point of the program is a ``Census``, which a lockstep run takes and a split sch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from m3lab.interpreter.counters import bank_cycles
+from m3lab.interpreter.hbm import Bursts
 from m3lab.interpreter.memory import Memory
 from m3lab.interpreter.order import NONE, SYSTEM
 from m3lab.interpreter.part import Part, load_part
 from m3lab.interpreter.prepare import Prepared
+from m3lab.interpreter.spinning import Census, Poll, Spinning
 from m3lab.interpreter.timing import Event, class_cost, scalar_load, weave
 
 TICK_NS = 10.0  # s_memrealtime counts at 100 MHz
-_LINE = 128  # bytes of a cache line
 _SUB = 16  # a shadow entry's time counts sixteenths of a nanosecond
 _CTA_BITS, _WAVE_BITS = 16, 4
 _WHO_BITS = _CTA_BITS + _WAVE_BITS
 _T, _V, _L = range(3)  # rows of the state: now, vector memory all returned, LDS all returned
-
-
-@dataclass
-class Census:
-    """What a lockstep run saw, by (program, operation): the most CTAs of a rank that execute it
-    together, and when they poll, the most waves on one line and the lines asked for by all."""
-
-    streams: dict[tuple[str, int], int] = field(default_factory=dict)
-    polled: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class _Chosen:
 
     def __init__(self, clock: Clock, machine: Any, act: Any) -> None:
         c, w, _ = act.shape
-        self.act = act
+        self.act, self.n_ctas = act, clock.n_ctas
         self.size = (c, w)
         ids = machine.ctas.ids[act.rows].view(-1, 1).expand(c, w)
         waves = act.waves.view(1, -1).expand(c, w)
@@ -90,6 +83,12 @@ class _Chosen:
         self.share = torch.bincount(simd, minlength=n)[simd].to(torch.float64)
         busy = torch.bincount(self.cta, minlength=clock.n_ctas) > 0
         self.ctas_of_a_rank = int(torch.bincount(clock.ranks[busy]).max())
+
+    def per_cta(self, values: torch.Tensor, how: str) -> torch.Tensor:
+        """[CTAs] reduction of values per chosen wave; CTAs without one hold a neutral value."""
+        start = {"amax": 0.0, "sum": 0.0, "amin": float("inf")}[how]
+        out = torch.full((self.n_ctas,), start, dtype=torch.float64, device=values.device)
+        return out.scatter_reduce(0, self.cta, values, how)
 
     def pick(self, per_wave: torch.Tensor) -> torch.Tensor:
         """A [c | 1, w | 1] tensor's values of the chosen waves, 1-D."""
@@ -164,7 +163,11 @@ class Clock:
             for name in ("memory", "lds")
         }
         self.ready: dict[int, torch.Tensor] = {}
-        self.batch: dict[int, tuple[int, int]] = {}  # machine -> what this try has polled so far
+        self.rank = ranks.unique(return_inverse=True)[1]
+        self.bursts = Bursts(
+            self.part, self.rank, n_waves, self.given.served if self.given else None
+        )
+        self.spinning = Spinning(self.rank, self.given, self.census, self.part.channels)
         self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
         self.starts, self.owners = memory.owners()
@@ -191,7 +194,7 @@ class Clock:
             # every round of a poll starts when the loop was entered: the clock models the round
             # that succeeds, however many tries the interpreter made
             self.state[:, at.place] = self.entered[id(machine), event.index][0][:, at.place]
-            self.batch[id(machine)] = 0, 0
+            self.spinning.try_again(machine)
         now = self.state[_T, at.place]
         shared, own = self.costs[machine.program.name][event.number]
         if shared:
@@ -201,20 +204,25 @@ class Clock:
             now = now + share * shared
         if own:
             now = now + own
+        if event.waits:
+            self._serve(at, event.waits)
         for root in event.waits:
             if root in self.ready:
                 now = torch.maximum(now, self.ready[root][at.place])
+                now = self.bursts.wait(at, root, now)
         if event.what == "barrier":
             now = torch.maximum(now, self.state[_L, at.place])
-            last = self._per_cta(at, now, "amax")
+            last = at.per_cta(now, "amax")
             now = last[at.cta] + self.part.barrier_clk / self.part.clock_ghz
         elif event.what == "waitcnt":
+            self._serve(at)
             now = torch.maximum(now, self.state[_V, at.place])
         self.state[_T, at.place] = now
         if event.what == "spin":
             share = torch.ones_like(self.state[_T])
             share[at.place] = at.share
             self.entered[id(machine), event.index] = self.state.clone(), share
+            self.spinning.enter(machine, event.index)
         for roots, target in event.forward:
             self._forward(at, roots, target)
 
@@ -225,17 +233,18 @@ class Clock:
             for more in known[1:]:
                 latest = torch.maximum(latest, more)
             self._ready(target)[at.place] = latest
+            self.bursts.hand_on(at, roots, target)
+
+    def _serve(self, at: _Chosen, roots: tuple[int, ...] | None = None) -> None:
+        """What these waves wait for has been requested: HBM serves it."""
+        self.bursts.end(at, self.state[_V], roots)
+        if self.given is None:
+            self.census.served = self.bursts.served
 
     def _ready(self, slot: int) -> torch.Tensor:
         if slot not in self.ready:
             self.ready[slot] = torch.zeros_like(self.state[_T])
         return self.ready[slot]
-
-    def _per_cta(self, at: _Chosen, values: torch.Tensor, how: str) -> torch.Tensor:
-        """[CTAs] reduction of values per chosen wave; CTAs without one hold a neutral value."""
-        start = {"amax": 0.0, "sum": 0.0, "amin": float("inf")}[how]
-        out = torch.full((self.n_ctas,), start, dtype=torch.float64, device=values.device)
-        return out.scatter_reduce(0, at.cta, values, how)
 
     def _queue(
         self, at: _Chosen, pipe: str, now: torch.Tensor, need: torch.Tensor | float
@@ -244,8 +253,8 @@ class Clock:
         busy = self.pipes[pipe]
         if isinstance(need, float):
             need = torch.full_like(now, need)
-        total = self._per_cta(at, need, "sum")
-        begin = torch.maximum(busy, self._per_cta(at, now, "amin"))
+        total = at.per_cta(need, "sum")
+        begin = torch.maximum(busy, at.per_cta(now, "amin"))
         end = begin + total
         self.pipes[pipe] = torch.where(torch.isinf(end), busy, end)
         return torch.maximum(end[at.cta], now + need)
@@ -292,16 +301,17 @@ class Clock:
     ) -> None:  # fmt: skip
         cold = scope == NONE and any(a.nbytes > self.part.warm_bytes for a in found)
         rate = self.part.cu_bytes_per_clk * self.part.clock_ghz  # bytes per ns
-        if cold:
-            rate = min(rate, self.part.hbm_gbs / self._streams(machine, op, at))
         latency: Any = self.part.hbm_ns if cold else self.part.warm_ns
         if scope != NONE:
             latency = self.part.device_ns
             if scope == SYSTEM:
                 latency = latency + 2 * self.part.link_ns * self._remote(at, offset, live)
-        need = self._bytes(at, offset, nbytes, live) / rate
-        arrival = self._queue(at, "memory", now, need) + latency
+        size = self._bytes(at, offset, nbytes, live)
+        arrival = self._queue(at, "memory", now, size / rate) + latency
         self._return(op, at, arrival)
+        if cold:
+            self.bursts.add(at, now, size)
+        self.bursts.note(at, op.results[0])
 
     def _return(self, op: Any, at: _Chosen, arrival: torch.Tensor) -> None:
         arrival = torch.maximum(arrival, self.state[_V, at.place])
@@ -311,13 +321,19 @@ class Clock:
     def _poll(
         self, machine: Any, op: Any, at: _Chosen, now: Any, offset: Any, nbytes: int, live: Any
     ) -> None:
+        # vector memory returns in order: what was requested before comes first
+        self._serve(at)
         entry = self._latest(at, offset, nbytes, live)
         seen = _time(entry)
-        service = self._queued(machine, op, at, offset, live) * self.part.poll_service_ns
+        poll = Poll(machine, (machine.program.name, op.index), at, offset, live)
+        fullest, mean = self.spinning.queues(poll, torch.maximum(now, seen))
+        held = self.spinning.held_back(poll, now, seen, _writer(entry))
+        seen = seen + mean * held * self.part.poll_service_ns
         # who spins has a try in the queues when the word arrives, and then the one that finds it
-        queue = service * torch.where(seen > now, 2.0, 1.0)
+        queue = fullest * self.part.poll_service_ns * torch.where(seen > now, 2.0, 1.0)
         arrival = torch.maximum(now, seen) + self.part.device_ns + queue
         self._return(op, at, arrival)
+        self.spinning.ended(poll, now, arrival)
         self.polls.append((machine, op, at.place, entry, now))
 
     def _store(
@@ -388,38 +404,6 @@ class Clock:
         if self.given is None:
             self.census.streams[key] = max(at.ctas_of_a_rank, self.census.streams.get(key, 0))
         return max(self.census.streams.get(key, 0), 1)
-
-    def _queued(self, machine: Any, op: Any, at: _Chosen, offset: torch.Tensor, live: Any) -> float:
-        """Requests in the fullest channel's queue when a rank's waves make this try: as many as
-        poll one line, or an even share of all that the try has asked for so far."""
-        key = (machine.program.name, op.index)
-        if self.given is None and key not in self.census.polled:
-            self.census.polled[key] = self._count_pollers(at, offset, live)
-        line, asked = self.census.polled.get(key, (0, 0))
-        most, before = self.batch.get(id(machine), (0, 0))
-        most, asked = max(most, line), before + asked
-        self.batch[id(machine)] = most, asked
-        return max(float(most), asked / self.part.channels)
-
-    def _count_pollers(self, at: _Chosen, offset: torch.Tensor, live: Any) -> tuple[int, int]:
-        """(waves of a rank on the line most polled, lines polled by all of them together)."""
-        step = max(offset.shape[2] // 8, 1)  # eight lanes of a wave name the lines it reads
-        lines = offset[:, :, ::step] // _LINE
-        lines = lines.expand(*at.size, lines.shape[2]).reshape(-1, lines.shape[2])
-        if live is not None:
-            on = live.any(-1).expand(at.size).reshape(-1)
-            lines = torch.where(on[:, None], lines, -1)
-        if at.local is not None:
-            lines = lines[at.local]
-        first = self.ranks[at.cta[0]]
-        lines = lines[self.ranks[at.cta] == first]
-        lines = lines.sort(1).values
-        fresh = torch.ones_like(lines, dtype=torch.bool)
-        fresh[:, 1:] = lines[:, 1:] != lines[:, :-1]
-        asked = lines[fresh & (lines >= 0)]
-        if not len(asked):
-            return 0, 0
-        return int(asked.unique(return_counts=True)[1].max()), len(asked)
 
     def _remote(self, at: _Chosen, offset: torch.Tensor, live: Any) -> torch.Tensor:
         """Whether each chosen wave's last live lane names another rank's memory."""
@@ -496,7 +480,7 @@ class Clock:
             if best is None:
                 break
             seen_at, (machine, op, word, asked_at) = best
-            writer = (word >> _WAVE_BITS) & ((1 << _CTA_BITS) - 1)
+            writer = int(_writer(word))
             away = self.part.link_ns if self.ranks[writer] != self.ranks[cta] else 0.0
             stored = seen_at - self.part.visible_ns - away
             hops.append(
@@ -512,3 +496,8 @@ class Clock:
 def _time(entry: torch.Tensor) -> torch.Tensor:
     """A shadow entry's time in ns."""
     return (entry >> _WHO_BITS).to(torch.float64) / _SUB
+
+
+def _writer(entry: Any) -> Any:
+    """The CTA that stored a shadow entry's word."""
+    return (entry >> _WAVE_BITS) & ((1 << _CTA_BITS) - 1)
