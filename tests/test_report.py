@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from m3lab import plots, tables
+from m3lab import ablation, plots, tables
 from m3lab.sweep import report
 from m3lab.sweep.results import ResultsError, Run, load_run, read_rows, write_rows
 
@@ -210,6 +210,7 @@ def test_the_report_is_one_page_without_code_or_outside_references(folder):
     text = page.read_text()
     cases = load_run(folder).cases
     pictures = 6 + len(plots.time_figures(cases)) + len(tables.stamped(cases))
+    pictures += len(ablation.table(cases)) > 0
     assert text.count("data:image/svg+xml") == pictures
     assert "PASSED" in text
     assert "load_run(" not in text

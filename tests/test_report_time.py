@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -79,11 +80,15 @@ def untimed():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run folder of some of the timed rows."""
+    """A run folder of some of the timed rows, and one whose knob costs 2 modelled us."""
     target = tmp_path / "run"
     target.mkdir()
     shutil.copy(SAMPLE / "run.json", target)
-    write_rows(target, few(timed_rows()))
+    rows = few(timed_rows())
+    base = next(row for row in rows if row["name"] == "s1_c8192_tp4")
+    turned = base | {"name": "s1_c8192_tp4_score_copies1", "key": "turned"}
+    turned |= {"tuning": '{"score_copies": 1}', "modelled_us": base["modelled_us"] + 2}
+    write_rows(target, [*rows, turned])
     return target
 
 
@@ -254,6 +259,8 @@ def test_the_report_shows_modelled_time_the_timeline_and_keeps_a_trace(folder):
     assert "traces/s1_c8192_tp4_timeline.json.gz" in text
     kept = {p.stem for p in (folder / "figures").glob("*.svg")}
     assert kept >= {"time_by_tokens", "time_by_context", "timeline_s1_c8192_tp4_timeline"}
+    assert "ablation" in kept
+    assert re.search(r"score_copies = 1</td>.*?>22.23</td>\s*<td[^>]*>24.23<", text, re.DOTALL)
     packed_trace = (folder / "traces" / "s1_c8192_tp4_timeline.json.gz").read_bytes()
     trace = json.loads(gzip.decompress(packed_trace))
     assert len({e["pid"] for e in trace["traceEvents"]}) == 4  # ranks
@@ -266,6 +273,7 @@ def test_the_report_of_rows_without_a_clock_says_that_there_is_no_time(folder, u
     text = report.make_report(folder, notebooks=["20_report"]).read_text()
     assert "No case of this run has a modelled time" in text
     assert "No case of this run has a timeline" in text
+    assert "No case of this run turns a knob" in text
     assert "Every time here is modelled" not in text
 
 

@@ -11,6 +11,7 @@ import gzip
 import html
 import json
 import os
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,17 +170,17 @@ def _link(run: Run, target: str) -> str:
 
 
 def show_timeline(run: Run, case: Mapping[Hashable, Any], save_figures: bool = False) -> None:
-    """A case's modelled timeline in a notebook: Gantt of the rank that ends last, where the time
-    goes, what CTAs wait for, the critical path; ``save_figures`` keeps the picture and a trace of
-    all ranks."""
+    """A case's modelled timeline in a notebook: Gantt of the rank that most of the critical path is
+    on, where the time goes, what CTAs wait for, the critical path; ``save_figures`` keeps the
+    picture and a trace of all ranks."""
     from IPython.display import Markdown, display
 
     from m3lab import handoffs, plots, timeline
 
     name, hops, waits = case["name"], tables.hops(case), tables.waits(case)
     stamps = timeline.frame(tables.stamps(case), "modelled")
-    ends = stamps.groupby("rank")["modelled_us"].max()
-    fig = timeline.gantt(stamps, hops[-1].reader[0] if hops else int(ends.idxmax()), hops, waits)
+    rank = Counter(hop.reader[0] for hop in hops).most_common(1)[0][0] if hops else 0
+    fig = timeline.gantt(stamps, rank, hops, waits)
     display(Markdown(f"### {name}"), plots.drawn(fig))
     display(timeline.where_time_goes(stamps, waits).style.format(precision=2))
     if waits is not None and len(waits):
