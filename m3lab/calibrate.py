@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from m3lab.interpreter import Checks
+from m3lab.interpreter import Checks, Memory
 from m3lab.interpreter.clock import Clock
 from m3lab.interpreter.part import PARTS, Part, load_part, read_part
-from m3lab.step import DecodeStep
+from m3lab.step import DecodeStep, build_for
 from m3lab.tuning import Tuning
 
 CONTEXT = 8192  # keys a request of a modelled step sees
@@ -102,8 +102,10 @@ ROWS = (
 
 @dataclass
 class Steps:
-    """Prepared K4 steps; a step is run once per set of constants and knobs."""
+    """Prepared K4 steps, one at a time; each is run once per set of constants and knobs."""
 
+    device: str = "cpu"
+    memory: Memory = field(default_factory=Memory)
     prepared: dict[tuple[int, Tuning], DecodeStep] = field(default_factory=dict)
     known: dict[tuple[int, Tuning, Part], float] = field(default_factory=dict)
 
@@ -117,10 +119,24 @@ class Steps:
 
     def step(self, tokens: int, tuning: Tuning) -> DecodeStep:
         if (tokens, tuning) not in self.prepared:
-            step = DecodeStep(tokens=tokens, context=CONTEXT, until=None, tuning=tuning)
-            self.prepared.clear()  # one step's weights at a time
+            self.prepared.clear()
+            self.memory.close()
+            self.memory = Memory(self.device)
+            step = plain_step(tokens, tuning, self.memory)
             self.prepared[tokens, tuning] = step.prepare()
         return self.prepared[tokens, tuning]
+
+
+def plain_step(tokens: int, tuning: Tuning, memory: Memory | None = None) -> DecodeStep:
+    """The step that a row is modelled with: W = 4, four ranks."""
+    return DecodeStep(tokens=tokens, context=CONTEXT, until=None, tuning=tuning, memory=memory)
+
+
+def build_all(rows: Sequence[Row]) -> None:
+    """Fill the cache of Programs, so that the table can be made where flydsl is not installed."""
+    cases = {(r.tokens, t) for r in rows if not r.needs for t in (r.after, r.before) if t}
+    for tokens, tuning in sorted(cases, key=repr):
+        build_for(plain_step(tokens, tuning))
 
 
 def fit(
@@ -215,10 +231,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m m3lab.calibrate", description=__doc__)
     parser.add_argument("--part", default="mi355x", help="part file to calibrate")
     parser.add_argument("--table-only", action="store_true", help="do not fit")
+    parser.add_argument("--device", default="cpu", help="the interpreter's device")
+    parser.add_argument("--build-only", action="store_true", help="fill the cache of Programs")
     parser.add_argument("--docs", type=Path, help="document whose table is replaced")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    part, steps = load_part(options.part), Steps()
+    if options.build_only:
+        build_all(ROWS)
+        return
+    part, steps = load_part(options.part), Steps(options.device)
     if not options.table_only:
         constants = read_part(options.part)["constants"]
         priors = {n: float(c["prior"]) for n, c in constants.items() if "prior" in c}

@@ -165,7 +165,42 @@ def test_a_poll_returns_after_the_loads_issued_before_it():
     assert (behind, alone) == (5000, 200)
 
 
+def test_who_spins_holds_back_the_polls_of_the_writer_it_waits_for():
+    part = QUIET.with_values(poll_service_ns=100, visible_ns=300, channels=1)
+    _, (stamps,), _ = launch("relay", part, ctas=3, steps=1)
+    first = 300 + 2 * 200  # two waves spin on CTA 0's word: a try in flight, and the one that finds
+    second = first + 300 + 200 + 2 * 200  # CTA 1's poll stood behind the two waves of CTA 2
+    assert [int(stamps[k, 0, 0]) * 10 for k in range(3)] == [0, first, second]
+
+
+def test_polls_at_another_point_of_the_program_share_the_channels():
+    part = QUIET.with_values(poll_service_ns=100, visible_ns=1000, channels=1)
+    _, (stamps,), _ = launch("polls_apart", part)
+    assert int(stamps[1, 0, 0]) * 10 == 1000 + 2 * 200
+    assert int(stamps[2, 0, 0]) * 10 == 1000 + 2 * 400  # the later point sees the earlier one's
+
+
 # ---------------------------------------------------------------------- bandwidth
+
+
+def test_what_is_requested_before_the_first_wait_delays_it():
+    """A SIMD's older wave issues all its requests before the younger one's first."""
+    part = QUIET.with_values(hbm_gbs=64)
+    half = 4 * 128 * 16 * 4 / 64  # four CTAs' first rows at the part's rate, ns
+    _, (alone,), _ = launch("two_streams", part, together=False)
+    _, (both,), _ = launch("two_streams", part, together=True)
+    assert int(alone[0, 0, 0]) * 10 == pytest.approx(half, abs=10)
+    assert int(both[0, 0, 0]) * 10 == pytest.approx(1.5 * half, abs=10)
+    for stamps in (alone, both):  # the bytes are the same
+        assert int(stamps[0, 1, 0]) * 10 == pytest.approx(2 * half, abs=10)
+
+
+def test_ctas_at_other_points_of_the_program_share_the_bandwidth_too():
+    part = QUIET.with_values(hbm_gbs=64)
+    _, (stamps,), _ = launch("streams_apart", part)
+    two = 2 * 8 * 128 * 16 / 64
+    assert int(stamps[0, 0, 0]) * 10 == pytest.approx(two, abs=10)
+    assert int(stamps[2, 0, 0]) * 10 == pytest.approx(2 * two, abs=10)
 
 
 def test_ctas_that_stream_together_share_the_parts_bandwidth():
@@ -198,6 +233,9 @@ def test_a_small_buffer_is_found_warm():
     [
         ("relay", {"ctas": 4, "steps": 40}),
         ("many_polls", {"apart": False}),
+        ("two_streams", {"together": True}),
+        ("streams_apart", {}),
+        ("polls_apart", {}),
         ("stream", {"ctas": 3, "loads": 4}),
         ("strided", {"stride": 3}),
     ],

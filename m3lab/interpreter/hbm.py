@@ -65,18 +65,19 @@ class Hbm:
         """One slot: equal shares of what is free, then what small requests left over, once."""
         want = np.minimum(left[who], span * self.cu_rate)
         got = np.zeros_like(want)
+        most = np.zeros_like(want)
         for _ in range(2):
             free = np.maximum(self.rate * SLOT_NS - self.used[:, slot], 0.0)
             asks = got < want
             share = (free / np.maximum(np.bincount(rank[asks], minlength=len(free)), 1))[rank]
+            most = np.maximum(most, np.where(asks, got + share, 0.0))
             more = np.where(asks, np.minimum(want - got, share), 0.0)
             self.used[:, slot] += np.bincount(rank, more, len(free))
             got += more
         done = got >= left[who] - 1e-6
-        # served at an even pace over the slot: the CU's pace where the part has enough
-        pace = np.maximum(got, 1e-9) / span
-        pace = np.where(got >= want - 1e-6, np.maximum(pace, self.cu_rate), pace)
-        end[who] = np.where(done, np.minimum(opens + got / pace, opens + span), opens + span)
+        # served at an even pace over the slot, at most the CU's
+        pace = np.minimum(np.maximum(most, 1e-9) / span, self.cu_rate)
+        end[who] = opens + np.where(done, np.minimum(got / pace, span), span)
         left[who] = np.where(done, 0.0, left[who] - got)
 
 

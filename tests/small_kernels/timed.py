@@ -235,3 +235,62 @@ def two_loads(steps):
         put(b, WORDS + everyone(), x + y + z)
 
     return run
+
+
+@body
+def two_streams(together):
+    """Each CTA loads four rows of 16 bytes a lane and, before it waits for them or after, four
+    more; clocks when the first are there and when all are."""
+
+    def run(a, b, n, lds):
+        def rows(first):
+            at = [(everyone() + (first + k) * 512) * 16 for k in range(4)]
+            return [isa.load(isa.buffer(a), i, 4) for i in at]
+
+        def total(x, values):
+            for row in values:
+                x = x + row[0]
+            return x
+
+        one = rows(0)
+        two = rows(4) if together else None
+        x = total(n, one)
+        stamp(b, 0)
+        x = total(x, two or rows(4))
+        stamp(b, 1)
+        put(b, WORDS + everyone(), x)
+
+    return run
+
+
+@body
+def streams_apart():
+    """CTAs 0 and 1 load eight rows of 16 bytes a lane, CTAs 2 and 3 at a later point."""
+
+    @traced
+    def run(a, b, n, lds):
+        for half in range_constexpr(2):
+            if fx.block_idx.x // 2 == half:
+                x = fx.Int32(0)
+                for k in range_constexpr(8):
+                    x = x + isa.load(isa.buffer(a), (everyone() + k * 512) * 16, 4)[0]
+                stamp(b, 0)
+                put(b, WORDS + everyone(), x)
+
+    return run
+
+
+@body
+def polls_apart():
+    """CTA 0 stores a word that CTA 1 polls, and CTA 2 at a later point of the program."""
+
+    @traced
+    def run(a, b, n, lds):
+        if (fx.block_idx.x == 0) & (fx.thread_idx.x == 0):
+            put(b, fx.Int32(WORDS), n, isa.DEVICE)
+        for k in range_constexpr(1, 3):
+            if fx.block_idx.x == k:
+                wait_for(b, fx.Int32(WORDS), n)
+                stamp(b, 0)
+
+    return run
