@@ -276,7 +276,7 @@ def what_if_chart(table: pd.DataFrame) -> Figure:
             axis.text(base, at, f"  {us:.1f} us, {us / base:.0%}", va="center", fontsize=9)
         axis.set_yticks(y, [f"{name} free" for name in table["free stage"]])
         axis.invert_yaxis()
-        axis.set_xlim(0, base * 1.14)
+        axis.set_xlim(0, base * 1.22)
         axis.xaxis.grid(True)
         axis.set_xlabel("step, modelled us")
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), title="modelled")
@@ -418,7 +418,7 @@ def _draw_path(axis: Any, hops: list[Hop], rank: int) -> list[Any]:
         for (r, cta), when in ((hop.writer, hop.stored_us), (hop.reader, hop.seen_us)):
             fill = plots.INK if r == rank else "white"
             axis.plot(when, cta, "o", color=plots.INK, markerfacecolor=fill, markersize=4)
-    names = {"-": "critical path", ":": "of another rank"}
+    names = {"-": "critical path", ":": "critical path,\nanother rank"}
     styles = {"-" if here else ":" for _, here in pieces}
     return [
         Line2D([], [], color=plots.INK, linestyle=s, label=name)

@@ -261,7 +261,7 @@ def test_a_gantt_that_knows_the_waits_says_what_the_last_cta_waited(tmp_path):
     assert "its last CTA, 0, waits 2.5 us and works longest on down, 5.5" in fig.get_suptitle()
     legend = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
     assert "pale: waiting" in legend
-    assert "of another rank" in legend  # both hops touch rank 1
+    assert "critical path,\nanother rank" in legend  # both hops touch rank 1
     without = timeline.gantt(timeline.frame(stamps(), "modelled"))
     words = [text.get_text() for text in without.axes[0].get_legend().get_texts()]
     assert words == ["launch", "select", "split", "output", "down"]
