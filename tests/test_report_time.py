@@ -255,7 +255,7 @@ def test_the_note_links_to_what_the_model_gets_wrong_where_a_link_works(timed, t
 
 def test_the_report_shows_modelled_time_the_timeline_and_keeps_a_trace(folder):
     text = report.make_report(folder, notebooks=["20_report"]).read_text()
-    assert "Every time here is modelled, none is measured" in text
+    assert "Every time of this kernel is modelled, none is measured" in text
     assert "traces/s1_c8192_tp4_timeline.json.gz" in text
     kept = {p.stem for p in (folder / "figures").glob("*.svg")}
     assert kept >= {"time_by_tokens", "time_by_context", "timeline_s1_c8192_tp4_timeline"}
@@ -274,7 +274,7 @@ def test_the_report_of_rows_without_a_clock_says_that_there_is_no_time(folder, u
     assert "No case of this run has a modelled time" in text
     assert "No case of this run has a timeline" in text
     assert "No case of this run turns a knob" in text
-    assert "Every time here is modelled" not in text
+    assert "none is measured" not in text
 
 
 def test_a_comparison_tells_when_the_clock_changed_between_the_runs(folder):

@@ -152,8 +152,8 @@ def time_note(run: Run) -> Any:
         return Markdown("*No case of this run has a modelled time: none ran with a clock.*")
     parts = ", ".join(sorted({part for part, _ in tables.clocks(timed)}))
     return Markdown(
-        f"**Every time here is modelled, none is measured**: the interpreter's clock with the "
-        f"constants of {parts} timed {len(timed)} of {len(run.cases)} cases, and no GPU ran. "
+        "**Every time of this kernel is modelled, none is measured**: the interpreter's clock with "
+        f"the constants of {parts} timed {len(timed)} of {len(run.cases)} cases, and no GPU ran. "
         f"{_link(run, FAULTS)} tells what the model gets wrong, and shows its times beside those "
         "that others measured."
     )

@@ -255,7 +255,7 @@ def _first_done(pending: dict[Any, Case], bar: tqdm, wait_s: float) -> set[Any]:
 def _line(row: dict[str, Any], finished: int, total: int, pace: float) -> str:
     """One finished case; ``pace``: seconds a case so far."""
     left = (total - finished) * pace / 60
-    text = f"[{finished}/{total}] {row['status']:8} {row['name']:28} {row['case_s']:6.1f} s"
+    text = f"[{finished}/{total}] {row['status']:8} {row['name']:34} {row['case_s']:6.1f} s"
     text += f"  ({60 / pace:.1f} cases/min, {left:.0f} min left)"
     return text + (f"  {row['error'].splitlines()[0][:300]}" if row.get("error") else "")
 
