@@ -58,8 +58,6 @@ def words(knobs: Mapping[str, Any]) -> str:
     parts = []
     for name, value in knobs.items():
         text = WORDS.get((name, value), WORDS.get((name, None), f"{name} = {value}"))
-        # True == 1 as a key: a flag never takes a number's words
-        text = f"{name} = {value}" if isinstance(value, bool) and "{value}" in text else text
         parts.append(text.format(value=value).replace("of 1 tokens", "of one token"))
     return ", ".join(parts)
 

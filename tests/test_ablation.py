@@ -186,8 +186,8 @@ def test_every_turned_knob_of_the_parameter_file_has_words_of_its_own():
 
 def test_the_chart_has_a_panel_a_step_sorted_bars_and_published_marks(rows_by_hand):
     cases = run(
-        row(1, 30.0), row(4, 50.0), row(1, 29.0, {"score_copies": 1}),
-        row(1, 34.0, {"poll_all": True}), row(4, 51.0, {"serial_rank": True}),
+        row(1, 30.0), row(4, 50.0), row(1, 34.0, {"poll_all": True}),
+        row(1, 29.0, {"score_copies": 1}), row(4, 51.0, {"serial_rank": True}),
     )  # fmt: skip
     fig = ablation.chart(cases)
     title = fig.get_suptitle()
