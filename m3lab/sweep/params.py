@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import PydanticCustomError
 
 from m3lab.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
 from m3lab.sweep.cases import Case, changed_knobs
@@ -60,6 +59,10 @@ def _one_of(*allowed: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+class _KnobError(ValueError):
+    """A knob's name and what is wrong with its value, which the text says already."""
+
+
 def _knobs(value: Any) -> dict[str, Any]:
     """A mapping of ``Tuning``'s knobs; the error says which one is wrong."""
     if not isinstance(value, dict):
@@ -68,9 +71,7 @@ def _knobs(value: Any) -> dict[str, Any]:
         try:
             changed_knobs({str(name): setting})
         except ValueError as exc:
-            raise PydanticCustomError(
-                "knob", "{name}: {why}", {"name": name, "why": str(exc).removeprefix(f"{name} ")}
-            ) from None
+            raise _KnobError(f"{name}: {str(exc).removeprefix(f'{name} ')}") from None
     return value
 
 
@@ -278,10 +279,10 @@ def _sentence(exc: ValidationError, source: str) -> str:
         section = sections.get(str(first["loc"][0]), Params) if nested else Params
         known = ", ".join(section.model_fields)
         text = f"{source}: {key}: unknown key (value {first['input']!r}); known keys are {known}"
+    elif first["type"] == "value_error" and isinstance(first["ctx"]["error"], _KnobError):
+        text = f"{source}: {key}.{first['ctx']['error']}"
     elif first["type"] == "value_error":
         text = f"{source}: {key}: {first['ctx']['error']}, got {first['input']!r}"
-    elif first["type"] == "knob":
-        text = f"{source}: {key}.{first['msg']}"
     elif first["type"] in CONTAINERS:
         text = f"{source}: {key}: must be {CONTAINERS[first['type']]}, got {first['input']!r}"
     else:
