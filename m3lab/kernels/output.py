@@ -36,11 +36,11 @@ def project_task(ctx, task):
     row_scales = load_row_scales(ctx, task)
     residual = load_residual(ctx, task)
     peers = request_peers(ctx, task)
-    x_scales = input_rows(ctx)
+    x_scale = input_rows(ctx)
     isa.barrier()
     multiply(ctx, weights)
     isa.barrier()
-    finish_rows(ctx, task, row_scales, x_scales, residual, peers)
+    finish_rows(ctx, task, row_scales, x_scale, residual, peers)
     isa.barrier()
 
 
@@ -83,16 +83,29 @@ def load_residual(ctx, task):
 
 
 def input_rows(ctx):
-    """lds.pool := every token's fp8 attention row; -> their scales."""
+    """lds.pool := every token's fp8 attention row; -> the scale of the token that this thread
+    finishes (of the last one past them)."""
+    tokens = ctx.build.tokens
+    token = fx.min(div(ctx.tid, PAIRS), tokens - 1)
     if ctx.build.place.merge_tasks == 0:
-        return [merge_row(ctx, token) for token in range(ctx.build.tokens)]
-    box = scratch_box(ctx, "attnq_s")
-    requests = [Request(box, token) for token in range(ctx.build.tokens)]
-    scales = [isa.bits_float(word) for (word,) in mailbox.poll(ctx.tag, requests)]
+        return pick([merge_row(ctx, t) for t in range(tokens)], token)
+    await_scales(ctx)
+    isa.barrier()
     stamp(ctx, 3)
     isa.acquire()
     fetch_rows(ctx)
-    return scales
+    return isa.lds_load(ctx.lds.heads, token, 1, fx.Float32)
+
+
+@traced
+def await_scales(ctx):
+    """Wave 0 waits for every token's scale, which is its row's flag, and leaves them in lds.heads;
+    the other waves wait at the barrier. All of them spinning were 1,536 waves on one line."""
+    if ctx.wave == 0:
+        token = fx.min(ctx.lane, ctx.build.tokens - 1)
+        ((scale,),) = mailbox.poll(ctx.tag, [Request(scratch_box(ctx, "attnq_s"), token)])
+        if ctx.lane < ctx.build.tokens:
+            isa.lds_store(ctx.lds.heads, ctx.lane, isa.bits_float(scale))
 
 
 def merge_row(ctx, token):
@@ -164,12 +177,11 @@ def request_peers(ctx, task):
 
 
 @traced
-def finish_rows(ctx, task, row_scales, x_scales, residual, peers):
+def finish_rows(ctx, task, row_scales, x_scale, residual, peers):
     """A thread's row pair of one token: bf16 partials to the peers, their sum to ``a``."""
     if ctx.tid < PAIRS * ctx.build.tokens:
         token, row = row_pair(ctx, task)
         sums = sum_tiles(ctx, token, mod(ctx.tid, PAIRS))
-        x_scale = pick(x_scales, token)
         partial = [(s * x_scale) * w for s, w in zip(sums, row_scales, strict=True)]
         if const_expr(ctx.build.place.owner_reduce):
             reduce_at_owner(ctx, task, token, row, partial, peers)
