@@ -14,6 +14,7 @@ from kernel_steps import (
 
 from m3lab.build import build
 from m3lab.formats import e4m3_decode
+from m3lab.interpreter.clock import Clock
 from m3lab.kernels.post_attn import build_post_attn_kernel, trace_args
 from m3lab.memory import Timeline
 from m3lab.step import DecodeStep, kernel_parameters
@@ -81,6 +82,17 @@ def test_bits_do_not_depend_on_the_schedule(schedule):
     got = run_step(2, npes=1, context=700, seed=2, schedule=schedule)[1].ranks[0]
     for name in ("sp_o", "sp_m", "sp_l", "attnq", "a", "h_mid"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_no_line_is_polled_by_more_than_one_wave_of_a_cta(tokens):
+    """Every wave of an output task on the line of a scale, or of a head's sums, is a queue eight
+    times as long as it need be."""
+    step = DecodeStep(rank_shape(), tokens, npes=1, context=300).prepare()
+    clock = Clock()
+    step.run(clock=clock)
+    ctas = HIDDEN // 32 + tokens  # the output tasks, and the merges
+    assert 0 < max(waves for waves, _ in clock.census.polled.values()) <= ctas
 
 
 def test_from_twelve_tokens_the_owner_rank_sums_and_gathers():

@@ -41,7 +41,8 @@ KEY_TILES = 2  # score tiles of a wave: 16 keys each
 TILE_DIM_BYTES = 16 * PAGE_TOKENS  # 16 dims of a V page
 GROUPS = (16, 32)  # butterfly over the four lane groups of a matrix operand
 HEAD_THREADS = 32  # threads of a head where each has four dims: four bytes, four floats
-BATCH_PER_PARTITION = 3  # a merge polls each partition's maximum, sum and outputs together
+SHARES_AT = 64  # lds.red in a merge: a word a wave, then every head's shares,
+PARTITIONS_AT = 1024  # then all maxima and sums, wave 0's alone
 
 
 @traced
@@ -311,43 +312,73 @@ def publish(ctx, unit, partition, head_max, v_max):
 
 @traced
 def await_partitions(ctx, token):
-    """Wave 0 waits for every partition's sum, the other waves at the barrier: 512 threads polling
-    24 loads each through the whole split load the memory system that the split itself reads
-    (-0.4 us, measured upstream). The barrier frees ``lds.red`` too."""
+    """Wave 0 waits for every partition and leaves the shares of each head, the other waves at the
+    barrier: 512 threads polling through the whole split load the memory system that the split
+    itself reads (-0.4 us, measured upstream), and every wave of every output task would read the
+    same few lines of maxima and sums. The barrier frees ``lds.red`` below the shares too."""
     if const_expr(not ctx.build.tuning.poll_all):
-        per_token = N_SPLIT * ctx.build.shape.q_heads
         if ctx.wave == 0:
-            box = scratch_box(ctx, "sp_l")
-            at = [token * per_token + ctx.lane + first for first in range(0, per_token, isa.LANES)]
-            mailbox.poll(ctx.tag, [Request(box, index) for index in at])
+            keep_shares(ctx, token)
     isa.barrier()
 
 
+def keep_shares(ctx, token):
+    """lds.red := at SHARES_AT each head's share of every partition, by one wave."""
+    heads = ctx.build.shape.q_heads
+    n = N_SPLIT * heads
+    firsts = range(0, n, isa.LANES)
+    requests = [
+        Request(scratch_box(ctx, name), token * n + ctx.lane + first)
+        for name in ("sp_m", "sp_l")
+        for first in firsts
+    ]
+    for i, (word,) in enumerate(mailbox.poll(ctx.tag, requests)):
+        isa.lds_store(ctx.lds.red, PARTITIONS_AT + i * isa.LANES + ctx.lane, isa.bits_float(word))
+    head = mod(ctx.lane, heads)
+    values = [
+        isa.lds_load(ctx.lds.red, PARTITIONS_AT + i * heads + head) for i in range(2 * N_SPLIT)
+    ]
+    shares = shares_of(values[:N_SPLIT], values[N_SPLIT:])
+    for i in range(0, N_SPLIT, 4):
+        four = fx.Vector.from_elements(shares[i : i + 4], fx.Float32)
+        isa.lds_store(ctx.lds.red, SHARES_AT + head * N_SPLIT + i, four, 4, fx.Float32)
+
+
+def shares_of(maxima, sums):
+    """A head's share of every partition, in fp32: sum x exp2(maximum - the largest), over their
+    sum."""
+    top = fold(maxima, largest)
+    weights = [s * isa.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
+    total = fold(weights, add)
+    total = select(total > 0.0, total, fx.Float32(1.0))
+    inverse = 1.0 / total
+    return [isa.quotient(weight, total, inverse) for weight in weights]
+
+
 def poll_partitions(ctx, token, kv_head):
-    """Every partition's (maximum, sum) of this thread's head under a kv head, and its four
-    outputs."""
+    """Every partition's share of this thread's head under a kv head, and its four outputs."""
     shape = ctx.build.shape
     quad = row_quad(ctx, kv_head)
     head = div(quad, HEAD_THREADS)
+    wanted = [("sp_o", shape.o_k // 2, quad * 2, 2)]
+    if ctx.build.tuning.poll_all:
+        wanted = [("sp_m", shape.q_heads, head, 1), ("sp_l", shape.q_heads, head, 1), *wanted]
     requests = []
-    for name, per_part, at, pairs in (
-        ("sp_m", shape.q_heads, head, 1),
-        ("sp_l", shape.q_heads, head, 1),
-        ("sp_o", shape.o_k // 2, quad * 2, 2),
-    ):
+    for name, per_part, at, pairs in wanted:
         first = token * (N_SPLIT * per_part) + at
         box = scratch_box(ctx, name)
         # a partition's offset is a constant of the load: an address each would fill registers
         requests += [
             Request(mailbox.further(box, i * per_part), first, pairs) for i in range(N_SPLIT)
         ]
-    got = mailbox.poll(ctx.tag, requests, batch=BATCH_PER_PARTITION * N_SPLIT)
-    maxima, sums, words = (got[i * N_SPLIT : (i + 1) * N_SPLIT] for i in range(3))
-    return (
-        [isa.bits_float(word) for (word,) in maxima],
-        [isa.bits_float(word) for (word,) in sums],
-        [[x for word in pair for x in isa.bf16_floats(word)] for pair in words],
-    )
+    got = mailbox.poll(ctx.tag, requests, batch=len(requests))
+    outs = [[x for word in pair for x in isa.bf16_floats(word)] for pair in got[-N_SPLIT:]]
+    if ctx.build.tuning.poll_all:
+        values = [isa.bits_float(word) for (word,) in got[:-N_SPLIT]]
+        return shares_of(values[:N_SPLIT], values[N_SPLIT:]), outs
+    at = SHARES_AT + head * N_SPLIT
+    halves = [isa.lds_load(ctx.lds.red, at + i, 4, fx.Float32) for i in range(0, N_SPLIT, 4)]
+    return [half[i] for half in halves for i in range(4)], outs
 
 
 def row_quad(ctx, kv_head):
@@ -371,16 +402,10 @@ def merge_token(ctx, token):
 
 def merge_quad(ctx, token, kv_head):
     """This thread's four merged dims of a kv head, rounded to bf16."""
-    maxima, sums, outs = poll_partitions(ctx, token, kv_head)
+    shares, outs = poll_partitions(ctx, token, kv_head)
     stamp(ctx, 3)
-    top = fold(maxima, largest)
-    weights = [s * isa.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
-    total = fold(weights, add)
-    total = select(total > 0.0, total, fx.Float32(1.0))
-    inverse = 1.0 / total
     dims = [fx.Float32(0.0)] * 4
-    for weight, out in zip(weights, outs, strict=True):
-        share = isa.quotient(weight, total, inverse)
+    for share, out in zip(shares, outs, strict=True):
         dims = [isa.fma(share, x, dim) for x, dim in zip(out, dims, strict=True)]
     return [isa.bf16_round(dim) for dim in dims]
 
