@@ -144,7 +144,10 @@ def _scratch_entries(shape: RankShape) -> list[_Entry]:
         _Entry("xn8", "pairs", (t, m.hidden // 4), "u8x4"),
         _Entry("xsc", "pairs", (t, m.hidden // MX_BLOCK), "i32"),
         _Entry("scores", "pairs", (SCORE_COPIES, t, m.experts, 2), "i32", token_axis=1),
-        _Entry("mid", "pairs", (t, slots, shape.inter), "f32"),
+        # room for a pair an element, as the published kernel has it: the regions behind stay put
+        _Entry(
+            "mid", "pairs", (t, slots, shape.inter // 2), "bf16x2", reserved=t * slots * shape.inter
+        ),
         _Entry("sel", "pairs", (t, 2, slots), "i32"),
         _Entry("sel_long", "pairs", (t, heads, N_SPLIT, m.topk_blocks, 2), "i32"),
         _Entry("xn8p", "words", (t, m.hidden // 4), "u8x4"),

@@ -167,7 +167,7 @@ class _Reader:
         record = self.region("sel").reshape(n, 2, slots)
         views.experts = record[:, 0].contiguous()
         views.weights = record[:, 1].contiguous().view(torch.float32)
-        views.mids = self.region("mid").reshape(n, slots, -1)
+        views.mids = self.region("mid").float().reshape(n, slots, -1)
         views.ar_out = self.output("ar_out")
         # a rank alone pushes nothing: its partial row is the output
         views.ffn = self.pushed("ffn") if self.step.npes > 1 else views.ar_out[None]

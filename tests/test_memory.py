@@ -58,7 +58,7 @@ def memory_base(memory: Memory) -> int:
         ("a", (16, 2048), torch.bfloat16),
         ("xn8", (16, 2048), torch.uint8),
         ("scores", (8, 16, 128, 2), torch.int32),
-        ("mid", (16, 5, 128), torch.float32),
+        ("mid", (16, 5, 128), torch.bfloat16),
         ("sel", (16, 2, 5), torch.int32),
         ("ugdone", (65, 4), torch.int32),
     ],

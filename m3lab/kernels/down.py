@@ -108,19 +108,19 @@ def scales_at(ctx, token):
 def fetch_mids(ctx):
     """lds.pool := every token's mids as bf16 pairs, polled in one go: they land together (four
     tokens: -1.1 us, measured upstream)."""
-    n = mid_elements(ctx)
+    n = mid_elements(ctx) // 2
     places = [(k, i) for k in range(ctx.build.tokens) for i in range(0, n, 2 * THREADS)]
     box = scratch_box(ctx, "mid")
     requests = [Request(box, k * n + fx.min(ctx.tid * 2 + i, n - 2), 2) for k, i in places]
     for (token, first), words in zip(places, mailbox.poll(ctx.tag, requests), strict=True):
-        keep_pair(ctx, token * (n // 2), ctx.tid + first // 2, words)
+        keep_words(ctx, token * n, ctx.tid * 2 + first, words)
 
 
 @traced
-def keep_pair(ctx, row, pair, words):
-    if pair < mid_elements(ctx) // 2:
-        values = [isa.bits_float(word) for word in words]
-        isa.lds_store(ctx.lds.pool, row + pair, isa.bf16_word(*values))
+def keep_words(ctx, row, word, words):
+    if word < mid_elements(ctx) // 2:
+        pair = fx.Vector.from_elements(words, fx.Int32)
+        isa.lds_store(ctx.lds.pool, row + word, pair, 2)
 
 
 def quantize_mids(ctx):

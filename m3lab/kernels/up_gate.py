@@ -13,7 +13,7 @@ from m3lab.kernels import isa, mailbox, matrix, mx
 from m3lab.kernels.context import first_task, scratch_box, stamp
 from m3lab.kernels.isa import select, traced
 from m3lab.kernels.routing import routed_expert, scales_at
-from m3lab.kernels.wave import butterfly, div, mod
+from m3lab.kernels.wave import butterfly, div, mod, xor_lane
 from m3lab.placement import SH_ROWS, THREADS, TILE_ROWS, UG_ROWS, WAVES
 
 LOG2E = math.log2(math.e)
@@ -94,11 +94,15 @@ def swiglu(ctx, gate, up):
     return (g * sigmoid) * (mx.clamp(up, limit) + 1.0)
 
 
-def put_mid(ctx, token, slot, row, value):
-    """A mid row of a token's slot, rounded to bf16."""
+@traced
+def put_mids(ctx, lanes, token, slot, row, value):
+    """Mid rows of a token's slot, one a lane of the first ``lanes``, as bf16: two to a pair, since
+    every down task of the rank reads them all."""
     shape = ctx.build.shape
     at = (token * (shape.model.top_k + 1) + slot) * shape.inter + row
-    mailbox.put(ctx.tag, scratch_box(ctx, "mid"), at, isa.bf16_round(value))
+    both = [value, xor_lane(value, 1)]
+    if (ctx.lane < lanes) & (mod(ctx.lane, 2) == 0):
+        mailbox.put_bf(ctx.tag, scratch_box(ctx, "mid"), at, both)
 
 
 # ---------------------------------------------------------------------- routed tasks
@@ -163,8 +167,8 @@ def publish_routed(ctx, task, at):
         gate = sum_partials(ctx, ctx.lds.tiles, at, UG_ROWS, row, column)
         up = sum_partials(ctx, ctx.lds.tiles, at + PARTIALS, UG_ROWS, row, column)
         value = swiglu(ctx, gate, up)
-        if ctx.lane < UG_ROWS:
-            put_mid(ctx, task.token, task.slot, task.group * UG_ROWS + row, value)
+        row = task.group * UG_ROWS + row
+        put_mids(ctx, UG_ROWS, task.token, task.slot, row, value)
 
 
 # ---------------------------------------------------------------------- shared tasks
@@ -207,5 +211,5 @@ def publish_shared(ctx, task):
         gate = sum_partials(ctx, ctx.lds.red, 0, values, row, token)
         up = sum_partials(ctx, ctx.lds.red, 0, values, row + SH_ROWS, token)
         value = swiglu(ctx, gate, up)
-        if ctx.lane < SH_ROWS * tokens:
-            put_mid(ctx, token, ctx.build.shape.model.top_k, task * SH_ROWS + row, value)
+        slot = ctx.build.shape.model.top_k
+        put_mids(ctx, SH_ROWS * tokens, token, slot, task * SH_ROWS + row, value)
