@@ -23,6 +23,7 @@ BLOCKS_WORDS = 4  # of lds.blocks: two first pages, the sparse context length, a
 CONTEXT_WORD = 2
 RANK_SPLIT = 8  # threads that share a block's rank count
 RANK_LANES = (4, 2, 1)
+RANK_WIDTH = 4  # keys that a thread reads at once
 INIT_SCORE = 1e30  # a pinned first block
 LOCAL_SCORE = 1e29  # a pinned last block
 LEAST = -(2**31)
@@ -44,26 +45,37 @@ def index_key(ctx, block, word, n_blk):
     return select(nan, fx.Int32(LEAST), key)
 
 
+def count_beaten(keys, first, width, own, own_key, n_blk):
+    """How many of the ``width`` blocks from ``first`` on beat block ``own``."""
+    got = isa.lds_load(keys, first, width)
+    count = fx.Int32(0)
+    for i, other_key in enumerate([got] if width == 1 else [got[i] for i in range(width)]):
+        other = first + i
+        beats = (other_key > own_key) | ((other_key == own_key) & (other > own))
+        count = count + select(beats & (other < n_blk), fx.Int32(1), fx.Int32(0))
+    return count
+
+
 @traced
 def count_ranks(ctx, n_blk):
     """lds.ranks[b] := the blocks that beat block b, for every b < n_blk.
 
-    RANK_SPLIT threads share a block, each comparing every RANK_SPLIT-th key: one lane walking 61
-    keys took 1.9 us (measured upstream).
+    RANK_SPLIT threads share a block, one lane walking 61 keys took 1.9 us (measured upstream), and
+    each compares RANK_WIDTH keys a round: one LDS read's latency for all of them.
     """
     keys, ranks = ctx.lds.keys, ctx.lds.ranks
-    split, lanes = (1, ()) if ctx.build.tuning.serial_rank else (RANK_SPLIT, RANK_LANES)
+    split, lanes, width = (RANK_SPLIT, RANK_LANES, RANK_WIDTH)
+    if ctx.build.tuning.serial_rank:
+        split, lanes, width = 1, (), 1
     part = mod(ctx.tid, split)
     for first in range(0, n_blk, THREADS // split):
         block = fx.Int32(first) + div(ctx.tid, split)
         own = fx.min(block, n_blk - 1)
         own_key = isa.lds_load(keys, own)
         count = fx.Int32(0)
-        for start in range(0, n_blk, split):
-            other = fx.Int32(start) + part  # below THREADS: every key is written
-            other_key = isa.lds_load(keys, other)
-            beats = (other_key > own_key) | ((other_key == own_key) & (other > own))
-            count = count + select(beats & (other < n_blk), fx.Int32(1), fx.Int32(0))
+        for start in range(0, n_blk, split * width):
+            # below THREADS: every key is written
+            count = count + count_beaten(keys, start + part * width, width, own, own_key, n_blk)
         count = butterfly(count, lanes)
         if (part == 0) & (block < n_blk):
             isa.lds_store(ranks, block, count)
