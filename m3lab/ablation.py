@@ -238,7 +238,7 @@ def chart(cases: pd.DataFrame) -> Figure:
             axis.set_title(title, fontsize=plots.PANEL_SIZE, pad=6)
         ends = [*compared["change, modelled us"], *compared["published change, us"].dropna(), 0.0]
         span = max(ends) - min(ends) or 1.0
-        axes[-1].set_xlim(min(ends) - 0.04 * span, max(ends) + 0.5 * span)
+        axes[-1].set_xlim(min(ends) - 0.04 * span, max(ends) + 0.6 * span)
         axes[-1].set_xlabel("change of the step when the knob is turned, us")
         fig.legend(handles=_marks(), loc="outside lower right", ncols=2)
     return fig
