@@ -94,8 +94,7 @@ class Bursts:
     ) -> None:
         """``rank``: each CTA's, numbered from 0; ``given``: ``served`` of an earlier run."""
         self.rank, self.n_waves, self.given = rank, n_waves, given
-        cu_rate = part.cu_bytes_per_clk * part.clock_ghz
-        self.hbm = Hbm(int(rank.max()) + 1, part.hbm_gbs, cu_rate)
+        self.hbm = Hbm(int(rank.max()) + 1, part.hbm_gbs, part.cu_hbm_gbs)
         self.latency = part.hbm_ns
         n, device = len(rank), rank.device
         self.number = torch.zeros(n, dtype=torch.int64, device=device)

@@ -38,6 +38,7 @@ class Part:
     lds_latency_clk: float
     hbm_gbs: float
     cu_bytes_per_clk: float
+    cu_hbm_gbs: float
     scalar_ns: float
     warm_ns: float
     hbm_ns: float
