@@ -24,7 +24,7 @@ KEPT = (
 )  # fmt: skip
 QUIET = PART.with_values(
     **{name: 0.0 for name in CONSTANTS if name not in KEPT},
-    **{name: 1e12 for name in KEPT if name.startswith(("hbm", "cu_b", "link", "mfma"))},
+    **{name: 1e12 for name in KEPT if name.startswith(("hbm", "cu_", "link", "mfma"))},
 )
 A_WORDS = 1 << 16
 NS = 1e-3  # microseconds
