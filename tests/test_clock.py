@@ -311,7 +311,7 @@ def test_the_critical_path_is_the_chain_of_hand_offs():
     hops = clock.critical_path()
     assert [(h.writer[1], h.reader[1]) for h in hops] == [(0, 1), (1, 2), (2, 3)]
     for hop in hops:
-        assert hop.seen_us - hop.stored_us == pytest.approx(PART.visible_ns * NS)
+        assert hop.seen_us - hop.stored_us == pytest.approx(PART.visible_ns * NS, abs=1e-3)
         assert hop.asked_us < hop.seen_us
         assert "timed.py:" in hop.line
 

@@ -172,6 +172,7 @@ class Clock:
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
         self.starts, self.owners = memory.owners()
         self.polls: list[tuple[Any, Any, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.stores: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # waves, now, seen
         self._chosen: dict[int, _Chosen] = {}
         self._conflicts: dict[tuple[str, int, int], float] = {}
 
@@ -219,6 +220,8 @@ class Clock:
             now = torch.maximum(now, self.state[_V, at.place])
         self.state[_T, at.place] = now
         if event.what == "spin":
+            # vector memory returns in order: what was requested before the poll comes first
+            self._serve(at)
             share = torch.ones_like(self.state[_T])
             share[at.place] = at.share
             self.entered[id(machine), event.index] = self.state.clone(), share
@@ -321,8 +324,6 @@ class Clock:
     def _poll(
         self, machine: Any, op: Any, at: _Chosen, now: Any, offset: Any, nbytes: int, live: Any
     ) -> None:
-        # vector memory returns in order: what was requested before comes first
-        self._serve(at)
         entry = self._latest(at, offset, nbytes, live)
         seen = _time(entry)
         poll = Poll(machine, (machine.program.name, op.index), at, offset, live)
@@ -353,7 +354,8 @@ class Clock:
         self, at: _Chosen, offset: torch.Tensor, nbytes: int, live: Any, seen: torch.Tensor
     ) -> None:
         """Note from when the stored words can be seen, and whose they are."""
-        entry = (seen * _SUB).round().to(torch.int64) << _WHO_BITS
+        self.stores.append((at.place, self.state[_T, at.place], seen))
+        entry = _count(seen) << _WHO_BITS
         entry = at.spread(entry | (at.cta << _WAVE_BITS) | at.wave)
         if offset.shape[0] == 1:
             entry = entry.amax(0, keepdim=True)
@@ -481,8 +483,7 @@ class Clock:
                 break
             seen_at, (machine, op, word, asked_at) = best
             writer = int(_writer(word))
-            away = self.part.link_ns if self.ranks[writer] != self.ranks[cta] else 0.0
-            stored = seen_at - self.part.visible_ns - away
+            stored = self._stored(word)
             hops.append(
                 Hop(
                     machine.line(op), machine.prepared.stages[op.stage], name(writer), name(cta),
@@ -491,6 +492,20 @@ class Clock:
             )  # fmt: skip
             cta, before = writer, stored
         return hops[::-1]
+
+    def _stored(self, word: int) -> float:
+        """When the store of a shadow entry's word was issued, ns."""
+        wave = int(_writer(word)) * self.n_waves + (word & ((1 << _WAVE_BITS) - 1))
+        for place, now, seen in reversed(self.stores):
+            same = (place == wave) & (_count(seen) == word >> _WHO_BITS)
+            if bool(same.any()):
+                return float(now[same][0])
+        raise AssertionError("a word that was waited for was stored")
+
+
+def _count(seen: torch.Tensor) -> torch.Tensor:
+    """A time in ns as a shadow entry holds it."""
+    return (seen * _SUB).round().to(torch.int64)
 
 
 def _time(entry: torch.Tensor) -> torch.Tensor:
