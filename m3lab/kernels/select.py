@@ -22,7 +22,7 @@ MAX_BLOCKS = THREADS  # of a context that is not long: one a thread
 BLOCKS_WORDS = 4  # of lds.blocks: two first pages, the sparse context length, a spare
 CONTEXT_WORD = 2
 RANK_SPLIT = 8  # threads that share a block's rank count
-RANK_LANES = (4, 2, 1)
+RANK_LANES: tuple[int, ...] = (4, 2, 1)
 RANK_WIDTH = 4  # keys that a thread reads at once
 INIT_SCORE = 1e30  # a pinned first block
 LOCAL_SCORE = 1e29  # a pinned last block
@@ -64,9 +64,10 @@ def count_ranks(ctx, n_blk):
     each compares RANK_WIDTH keys a round: one LDS read's latency for all of them.
     """
     keys, ranks = ctx.lds.keys, ctx.lds.ranks
-    split, lanes, width = (RANK_SPLIT, RANK_LANES, RANK_WIDTH)
+    split, lanes, width = RANK_SPLIT, RANK_LANES, RANK_WIDTH
     if ctx.build.tuning.serial_rank:
-        split, lanes, width = 1, (), 1
+        split, lanes = 1, ()
+        width = 2  # what the compiler makes of one a round: its loop reads 64 bits
     part = mod(ctx.tid, split)
     for first in range(0, n_blk, THREADS // split):
         block = fx.Int32(first) + div(ctx.tid, split)
