@@ -61,7 +61,7 @@ def count_ranks(ctx, n_blk):
     """lds.ranks[b] := the blocks that beat block b, for every b < n_blk.
 
     RANK_SPLIT threads share a block, one lane walking 61 keys took 1.9 us (measured upstream), and
-    each compares RANK_WIDTH keys a round: one LDS read's latency for all of them.
+    each compares RANK_WIDTH keys a round, which one LDS read brings.
     """
     keys, ranks = ctx.lds.keys, ctx.lds.ranks
     split, lanes, width = RANK_SPLIT, RANK_LANES, RANK_WIDTH
