@@ -19,6 +19,7 @@ WIDE_FROM = 5
 AG_RS_FROM = 12
 CHOICES: dict[str, tuple[int, ...]] = {
     "score_copies": tuple(n for n in (1, 2, 4, 8) if n <= SCORE_COPIES),
+    "rank_up_to": (128, 256, 512),
     "down_in_flight": (1, 2),
     "wide_from": tuple(range(1, NARROW_TOKENS + 2)),
     "owner_reduce_from": tuple(range(WIDE_FROM, MAX_TOKENS + 2)),
@@ -44,6 +45,8 @@ class Tuning:
     last words first (True: +3 on the shared expert at four tokens).
     ``serial_rank``: one lane counts a block's rank over all keys; False: eight share it (1.9 for
     61 keys).
+    ``rank_up_to``: blocks of a context up to which blocks are ranked by counting, every one against
+    every other; longer contexts are sorted by a token's eight CTAs together, one hop more.
     ``shared_after_routing``: the shared expert's tasks after the routing or before it (after:
     -0.42 of a layer at four tokens).
     ``ug_by_token``: routed up / gate tasks on CTAs of their token, or round robin (by token: -0.3
@@ -64,6 +67,7 @@ class Tuning:
     merge_in_output: bool = False
     spin_whole_row: bool = False
     serial_rank: bool = False
+    rank_up_to: int = 256
     shared_after_routing: bool | None = None
     ug_by_token: bool | None = None
     pad_rows: bool = True

@@ -12,6 +12,7 @@ import torch
 from m3lab.interpreter import Memory
 from m3lab.shapes import CacheLayout, ModelShape, RankShape
 from m3lab.step import DecodeStep
+from m3lab.tuning import Tuning
 
 HIDDEN = 2048
 INF = float("inf")
@@ -75,8 +76,16 @@ def long_scores():
 
 @lru_cache
 def long_rows():
-    """Solo, two tokens past what a CTA ranks by itself: 65537 keys and 1M."""
+    """Solo, two tokens of long contexts: 65537 keys and 1M."""
     return run_step(2, long_scores(), npes=1, context=[65537, 1 << 20])
+
+
+@lru_cache
+def edge_rows():
+    """Solo, two tokens of equal scores: as many blocks as are ranked by counting, and one more."""
+    blocks = Tuning().rank_up_to
+    contexts = [blocks * 128, blocks * 128 + 1]
+    return run_step(2, torch.ones(2, blocks + 1), npes=1, context=contexts)
 
 
 @lru_cache

@@ -3,7 +3,9 @@ page table it publishes, against lists worked out by hand."""
 
 import pytest
 import torch
-from kernel_steps import four_rows, long_rows, padded, pinned_row, verified_rows
+from kernel_steps import edge_rows, four_rows, long_rows, padded, pinned_row, verified_rows
+
+from m3lab.tuning import Tuning
 
 
 def blocks_of(step, table, row):
@@ -49,9 +51,17 @@ def test_512_blocks_rank_by_score_then_by_the_higher_id():
 
 
 def test_513_equal_blocks_keep_the_highest_ids():
-    """One more than a CTA ranks by itself: the eight CTAs' candidates are merged."""
+    """The eight CTAs' candidates are merged."""
     assert selected(long_rows(), 0) == [*range(511, 496, -1), 512]
     assert context_of(long_rows(), 0) == 15 * 128 + 1
+
+
+def test_the_highest_of_equal_blocks_are_kept_on_both_sides_of_the_long_selection():
+    last = Tuning().rank_up_to - 1
+    assert selected(edge_rows(), 0) == [*range(last - 1, last - 16, -1), last]
+    assert selected(edge_rows(), 1) == [*range(last, last - 15, -1), last + 1]
+    assert context_of(edge_rows(), 0) == 16 * 128
+    assert context_of(edge_rows(), 1) == 15 * 128 + 1
 
 
 def test_a_million_keys_rank_by_score_then_by_the_higher_id():
@@ -87,7 +97,7 @@ def test_pages_of_one_allocation_are_sixteen_apart():
     assert first.unique().numel() > 1
 
 
-@pytest.mark.parametrize("run", [four_rows, long_rows, pinned_row, verified_rows])
+@pytest.mark.parametrize("run", [four_rows, edge_rows, long_rows, pinned_row, verified_rows])
 def test_the_reference_selects_the_same(run):
     step, result = run()
     for row in range(step.tokens):

@@ -22,6 +22,7 @@ KNOBS = [
     ("merge_in_output", True, 4),
     ("spin_whole_row", True, 4),
     ("serial_rank", True, 2),
+    ("rank_up_to", 512, 1),
     ("shared_after_routing", True, 1),
     ("shared_after_routing", True, 4),
     ("ug_by_token", False, 4),

@@ -3,7 +3,8 @@
 The blocks' index scores are in scratch; here they are ranked by (score, block id), the pinned
 blocks always in, the tail block listed last. Every split CTA of a token selects for itself and
 keeps the two blocks of its own partition. A context of up to 16 blocks keeps them all and is never
-scored. Contexts up to 512 blocks, one block a thread; longer ones are ``select_long``'s.
+scored. A context of up to ``Tuning.rank_up_to`` blocks is ranked by counting, whose work grows with
+the square of the blocks; longer ones are ``select_long``'s.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from m3lab.kernels.wave import butterfly, div, mod
 from m3lab.memory_layout import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS, WORD_BYTES
 from m3lab.placement import THREADS
 
-MAX_BLOCKS = THREADS  # of a context that is not long: one a thread
 BLOCKS_WORDS = 4  # of lds.blocks: two first pages, the sparse context length, a spare
 CONTEXT_WORD = 2
 RANK_SPLIT = 8  # threads that share a block's rank count
@@ -196,7 +196,7 @@ def select_blocks(ctx, row, partition, candidate):
     For a long context ``select_long`` has left all that: a one-block stand-in is ranked and placed
     nowhere.
     """
-    short = row.n_blk <= MAX_BLOCKS
+    short = row.n_blk <= ctx.build.tuning.rank_up_to
     n_blk = select(short, row.n_blk, fx.Int32(1))
     if (ctx.tid < BLOCKS_WORDS) & short:
         isa.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))

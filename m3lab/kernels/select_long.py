@@ -1,4 +1,4 @@
-"""Stage 0 for long contexts: more blocks than threads, up to the longest context.
+"""Stage 0 for long contexts (more blocks than ``Tuning.rank_up_to``), up to the longest context.
 
 The eight split CTAs of a token each take an eighth of its blocks, send their share's 16 best to a
 mailbox, and each ranks the 8 x 16 candidates that come in: the context's 16 best are among them.
@@ -22,7 +22,6 @@ from m3lab.kernels.mailbox import Request
 from m3lab.kernels.select import (
     CONTEXT_WORD,
     LEAST,
-    MAX_BLOCKS,
     context_and_slot,
     index_key,
     keep_pages,
@@ -129,13 +128,14 @@ def best_of_lists(ctx):
 def select_long(ctx):
     """The split tasks of a long context select; a CTA has at most one split task.
 
-    Decided row by row: a row of 512 blocks whose request's last row has one more gets the same
+    Decided row by row: a row that is just not long, of a request whose last row is, gets the same
     blocks either way.
     """
     task = first_task(ctx, "split")
     rows = ctx.build.tokens * ctx.build.shape.kv_heads
     row = row_of(ctx, fx.min(div(task, N_SPLIT), rows - 1))
-    if isa.unlikely((task < ctx.build.place.split_tasks) & (row.n_blk > MAX_BLOCKS)):
+    is_long = row.n_blk > ctx.build.tuning.rank_up_to
+    if isa.unlikely((task < ctx.build.place.split_tasks) & (is_long)):
         select_share(ctx, row, mod(task, N_SPLIT))
 
 
