@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from m3lab.interpreter.counters import bank_cycles
-from m3lab.interpreter.hbm import Bursts
+from m3lab.interpreter.hbm import Bursts, Lines
 from m3lab.interpreter.memory import Memory
 from m3lab.interpreter.order import NONE, SYSTEM
 from m3lab.interpreter.part import Part, load_part
@@ -167,6 +167,7 @@ class Clock:
         self.bursts = Bursts(
             self.part, self.rank, n_waves, self.given.served if self.given else None
         )
+        self.lines = Lines(memory.used, device)
         self.spinning = Spinning(self.rank, self.given, self.census, self.part.channels)
         self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
@@ -313,7 +314,8 @@ class Clock:
         arrival = self._queue(at, "memory", now, size / rate) + latency
         self._return(op, at, arrival)
         if cold:
-            self.bursts.add(at, now, size)
+            fresh = at.pick(self.lines.share(offset, live, nbytes, at.size))
+            self.bursts.add(at, now, size, size * fresh)
         self.bursts.note(at, op.results[0])
 
     def _return(self, op: Any, at: _Chosen, arrival: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from m3lab.interpreter.part import Part
 
 SLOT_NS = 50.0
+_LINE = 128  # bytes of a cache line
 Times = NDArray[np.float64]
 
 
@@ -81,6 +82,37 @@ class Hbm:
         left[who] = np.where(done, 0.0, left[who] - got)
 
 
+class Lines:
+    """Which lines of memory a step has read from HBM: what is read again is in the Infinity Cache,
+    which holds a step's weights whole. What several CTAs ask for at once is read once, and each
+    waits for its share of it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.read = torch.zeros(nbytes // _LINE + 1, dtype=torch.bool, device=device)
+        self.asked = torch.zeros(len(self.read), dtype=torch.float32, device=device)
+
+    def share(
+        self, offset: torch.Tensor, live: torch.Tensor | None, nbytes: int, size: tuple[int, int]
+    ) -> torch.Tensor:
+        """The part of each wave's load that HBM must serve, [c, w]: of a line 0 where it was read
+        before, 1 / n where n waves ask for it now. ``offset``: arena bytes per lane, of ``nbytes``
+        each; neighbours in a wave are taken to lie side by side, so one a line is looked at.
+        ``size``: (c, w), where ``offset`` and ``live`` may have 1."""
+        step = max(_LINE // nbytes, 1) if offset.shape[2] > 1 else 1
+        line = offset[..., ::step] // _LINE
+        line = line.expand(*size, line.shape[2])
+        asks = torch.ones_like(line, dtype=torch.bool)
+        if live is not None:
+            asks = live[..., :: step if live.shape[2] > 1 else 1].expand(line.shape)
+        fresh = asks & ~self.read[line]
+        new = line[fresh]
+        self.asked.index_add_(0, new, torch.ones(len(new), device=new.device))
+        part = torch.where(fresh, 1 / self.asked[line].clamp(min=1), 0.0)
+        self.read[new] = True
+        self.asked[new] = 0
+        return part.sum(-1, dtype=torch.float64) / asks.sum(-1).clamp(min=1)
+
+
 class Bursts:
     """Each CTA's requests to HBM, by the burst: what it asks for before it waits for any of it.
 
@@ -100,10 +132,12 @@ class Bursts:
         self.number = torch.zeros(n, dtype=torch.int64, device=device)
         self.open = torch.zeros(n, dtype=torch.bool, device=device)
         self.any_open = False
-        # per CTA and burst: first request's time, bytes, and the time when all are served
-        self.start, self.size, self.served = (
-            torch.zeros((n, 64), dtype=torch.float64, device=device) for _ in range(3)
+        # per CTA and burst: first request's time, bytes, those of them that HBM must serve, and
+        # the time when all are served
+        self.start, self.size, self.cold, self.served = (
+            torch.zeros((n, 64), dtype=torch.float64, device=device) for _ in range(4)
         )
+        self.cu_rate = part.cu_hbm_gbs
         self.all = torch.arange(n, device=device)
         # per wave: its last burst, and the bytes its CTA had asked for in it by then;
         # per loaded slot: the same of the wave's last request up to that load
@@ -112,19 +146,20 @@ class Bursts:
         self.asked = torch.zeros(waves, dtype=torch.float64, device=device)
         self.of_slot: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, at: Chosen, now: torch.Tensor, size: torch.Tensor) -> None:
-        """Requests of ``size`` bytes (a wave each) made ``now``."""
+    def add(self, at: Chosen, now: torch.Tensor, size: torch.Tensor, cold: torch.Tensor) -> None:
+        """Requests of ``size`` bytes (a wave each) made ``now``, ``cold`` of them HBM's."""
         asked = at.per_cta(size, "sum")
         fresh = (asked > 0) & ~self.open
         self.number += fresh
         if int(self.number.max()) >= self.size.shape[1]:
-            for name in ("start", "size", "served"):
+            for name in ("start", "size", "cold", "served"):
                 table = getattr(self, name)
                 setattr(self, name, torch.cat([table, torch.zeros_like(table)], 1))
         first = at.per_cta(now, "amin")
         here = (self.all, self.number)
         self.start[here] = torch.where(fresh, first, self.start[here])
         self.size[here] += asked
+        self.cold[here] += at.per_cta(cold, "sum")
         self.open |= fresh
         self.any_open = True
         some = size > 0
@@ -170,9 +205,10 @@ class Bursts:
             return
         here = (ctas, self.number[ctas])
         if self.given is None:
-            request = (self.rank[ctas], self.start[here], self.size[here])
+            request = (self.rank[ctas], self.start[here], self.cold[here])
             ends = self.hbm.serve(*(x.cpu().numpy() for x in request))
-            self.served[here] = torch.from_numpy(ends).to(self.served)
+            taken = self.start[here] + self.size[here] / self.cu_rate
+            self.served[here] = torch.maximum(torch.from_numpy(ends).to(taken), taken)
         else:
             self.served[here] = self.given[here]
         self.open[ctas] = False

@@ -256,6 +256,11 @@ class Memory:
             return f"{past} bytes past the end of {a.name} ({a.nbytes} bytes, rank {a.rank})"
         return f"address {BASE + offset:#x}, outside all memory"
 
+    @property
+    def used(self) -> int:
+        """Bytes of the arena up to the end of the last allocation."""
+        return self._used
+
     def shadow_words(self) -> torch.Tensor:
         """A fresh int64 zero per word in use, for who keeps something about words (the clock)."""
         return self._zeros(self._used // 4, torch.int64)
