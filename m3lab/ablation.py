@@ -42,6 +42,7 @@ WORDS: dict[tuple[str, Any], str] = {
     ("merge_in_output", True): "merges inside the output tasks",
     ("spin_whole_row", True): "every thread spins on the whole normed row",
     ("serial_rank", True): "one serial lane ranks a block",
+    ("rank_up_to", None): "up to {value} blocks ranked by counting",
     ("shared_after_routing", True): "shared expert after the routing",
     ("shared_after_routing", False): "shared expert before the routing",
     ("ug_by_token", True): "up / gate tasks by token",
