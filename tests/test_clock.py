@@ -20,7 +20,8 @@ from m3lab.step import DecodeStep
 PART = load_part()
 KEPT = (
     "clock_ghz", "cus", "simds", "warm_bytes", "channels", "hbm_gbs", "cu_bytes_per_clk",
-    "cu_hbm_gbs", "link_gbs", "mfma_macs_per_clk", "mfma_scaled_macs_per_clk", "mfma_fp4_macs_per_clk",
+    "cu_hbm_gbs", "link_gbs", "mfma_macs_per_clk", "mfma_scaled_macs_per_clk",
+    "mfma_fp4_macs_per_clk",
 )  # fmt: skip
 QUIET = PART.with_values(
     **{name: 0.0 for name in CONSTANTS if name not in KEPT},
