@@ -250,7 +250,7 @@ def _panel(axis: Axes, rows: pd.DataFrame) -> None:
     y = np.arange(len(rows))
     change = rows["change, modelled us"].to_numpy()
     known = rows["published change, us"].to_numpy(dtype=float)
-    axis.barh(y, change, height=0.62, color=plots.SKY)
+    axis.barh(y, change, height=0.62, **plots.MODELLED_BAR)
     axis.plot(known, y, "D", color=plots.VERMILION, markersize=6)
     axis.axvline(0, color=plots.INK, linewidth=1)
     axis.set_yticks(y, rows["in words"], fontsize=9)
@@ -266,7 +266,7 @@ def _panel(axis: Axes, rows: pd.DataFrame) -> None:
 
 def _marks() -> list[Any]:
     return [
-        Patch(color=plots.SKY, label="modelled here"),
+        Patch(**plots.MODELLED_BAR, label="modelled here"),
         Line2D(
             [], [], color=plots.VERMILION, marker="D", linestyle="",
             label="published, others' builds, measured",

@@ -454,6 +454,13 @@ MODELLED: dict[str, Any] = {
     "markerfacecolor": "white",
     "markersize": 5,
 }
+# ... and as a bar: hollow, with a dashed edge.
+MODELLED_BAR: dict[str, Any] = {
+    "facecolor": "#EAF4FB",
+    "edgecolor": BLUE,
+    "linestyle": (0, (4, 2)),
+    "linewidth": 1.1,
+}
 FLOOR: dict[str, Any] = {"linewidth": 1.2, "marker": "_"}
 
 

@@ -271,7 +271,7 @@ def what_if_chart(table: pd.DataFrame) -> Figure:
     with plots.mpl.rc_context(plots.STYLE):
         y = np.arange(len(table))
         axis.barh(y, left, height=0.62, color=plots.FAINT, label="step with the stage free")
-        axis.barh(y, gain, left=left, height=0.62, color=plots.BLUE, label="gain, at most")
+        axis.barh(y, gain, left=left, height=0.62, label="gain, at most", **plots.MODELLED_BAR)
         for at, us in zip(y, gain, strict=True):
             axis.text(base, at, f"  {us:.1f} us, {us / base:.0%}", va="center", fontsize=9)
         axis.set_yticks(y, [f"{name} free" for name in table["free stage"]])
@@ -357,11 +357,13 @@ def gantt(
     kind = kind_of(table)
     spans = intervals(table[table["rank"] == rank], waits)
     start, end = f"start_{kind}_us", f"end_{kind}_us"
-    fig, axis = plots.figure(f"Rank {rank}, {kind}: {_finding(spans, kind)}", height=5.2)
+    first, last = spans[start].min(), spans[end].max()
+    launched = kind == "modelled" and first > WALK_US
+    title = f"Rank {rank}, {kind}: " + (f"launch {first:.1f} us, then " if launched else "")
+    fig, axis = plots.figure(title + _finding(spans, kind), height=5.2)
     with plots.mpl.rc_context(plots.STYLE):
         marks: list[Any] = []
-        first, last = spans[start].min(), spans[end].max()
-        if kind == "modelled" and first > WALK_US:
+        if launched:
             launch: dict[str, Any] = {
                 "facecolor": "white",
                 "edgecolor": plots.FAINT,

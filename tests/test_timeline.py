@@ -258,7 +258,9 @@ def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, text, message):
 
 def test_a_gantt_that_knows_the_waits_says_what_the_last_cta_waited(tmp_path):
     fig = timeline.gantt(timeline.frame(stamps(), "modelled"), 0, HOPS, WAITS)
-    assert "its last CTA, 0, waits 2.5 us and works longest on down, 5.5" in fig.get_suptitle()
+    title = fig.get_suptitle()
+    assert title.startswith("Rank 0, modelled: launch 2.0 us, then ")
+    assert "its last CTA, 0, waits 2.5 us and works longest on down, 5.5" in title
     legend = [text.get_text() for text in fig.axes[0].get_legend().get_texts()]
     assert "pale: waiting" in legend
     assert "critical path,\nanother rank" in legend  # both hops touch rank 1
