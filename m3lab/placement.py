@@ -217,13 +217,6 @@ class Placement:
         """The most routed up / gate tasks that a CTA runs in the narrow form."""
         return max(self.ug_tasks_of(cta) for cta in range(self.blocks))
 
-    @property
-    def shared_after_routing(self) -> bool:
-        """The shared expert's tasks run after the routing: no CTA has a lighter routed load."""
-        if self.tuning.shared_after_routing is not None:
-            return self.tuning.shared_after_routing
-        return len({self.ug_tasks_of(cta) for cta in range(self.blocks)}) == 1
-
     def _shared_base(self, base: dict[str, int]) -> int:
         """First CTA of the shared expert's window, the cheapest one (the lowest at a tie).
 

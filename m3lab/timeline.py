@@ -300,7 +300,7 @@ def tasks(place: Placement) -> pd.DataFrame:
         "routed up / gate": [place.ug_tasks_of(cta) for cta in range(place.blocks)],
         "down": _spread(place, "down", place.down_tasks),
     }
-    if place.shared_after_routing:
+    if place.tuning.shared_after_routing:
         order = [name for name in rows if name != "shared up / gate"]
         order.insert(order.index("down"), "shared up / gate")
         rows = {name: rows[name] for name in order}

@@ -1,6 +1,6 @@
 """The kernel's schedule knobs: what a tuner turns, with today's best settings as defaults.
 
-Each knob stands for a change whose gain was measured by others on an MI355X (clock.md's table), so
+Most stand for a change whose gain was measured by others on an MI355X (docs/model.md's table), so
 that every one of them can be modelled, and swept as an ablation. Plain values only: what a knob
 does is decided where the schedule is, in ``placement`` and the stage modules. None leaves a choice
 to ``Placement``. No knob changes what a step computes, not by a bit.
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "wide_from": tuple(range(1, NARROW_TOKENS + 2)),
     "owner_reduce_from": tuple(range(WIDE_FROM, MAX_TOKENS + 2)),
 }
-OPTIONAL = ("shared_after_routing", "ug_by_token", "down_in_flight")  # may be None
+OPTIONAL = ("ug_by_token", "down_in_flight")  # may be None
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Tuning:
     a token (True: +14 at four tokens).
     ``spin_whole_row``: every thread spins on the whole normed row; False: wave 0 waits for its
     last words first (True: +3 on the shared expert at four tokens).
+    ``rows_before_routing``: all waves fetch the normed rows before the first ones route; False: the
+    waves that do not route fetch them meanwhile (nobody published a figure).
     ``serial_rank``: one lane counts a block's rank over all keys; False: eight share it (1.9 for
     61 keys).
     ``rank_up_to``: blocks of a context up to which blocks are ranked by counting, every one against
@@ -66,9 +68,10 @@ class Tuning:
     router_by_token: bool = False
     merge_in_output: bool = False
     spin_whole_row: bool = False
+    rows_before_routing: bool = False
     serial_rank: bool = False
     rank_up_to: int = 256
-    shared_after_routing: bool | None = None
+    shared_after_routing: bool = True
     ug_by_token: bool | None = None
     pad_rows: bool = True
     down_in_flight: int | None = None

@@ -38,9 +38,8 @@ def experts(ctx):
         has_routed=up_gate.RoutedTask(ctx, 0).exists,
         down=down.down_task(ctx),
     )
-    if place.shared_after_routing:
+    if ctx.build.tuning.shared_after_routing:
         tiles = request_late(ctx, jobs)
-        fetch_late(ctx, jobs)
     else:
         tiles = None
         shared_first(ctx, jobs)
@@ -79,12 +78,6 @@ def request_late(ctx, jobs):
     return up_gate.request_shared(ctx, task, present=jobs.has_shared)
 
 
-@traced
-def fetch_late(ctx, jobs):
-    if jobs.has_shared:
-        routing.fetch_rows(ctx)
-
-
 def has_work(ctx, jobs):
     """Whether anything but a shared task that has run already is this CTA's; the placement has the
     shared tasks run late only on CTAs with routed ones, a tuning may on any."""
@@ -96,8 +89,7 @@ def has_work(ctx, jobs):
 def routed_and_down(ctx, jobs, shared):
     """``shared``: the shared task's tiles where it runs after the routing, else None."""
     if has_work(ctx, jobs):
-        fetch_own(ctx, jobs)
-        routing.route_tokens(ctx)
+        rows_and_routing(ctx, jobs)
         stamp(ctx, 2)
         isa.barrier()
         stamp(ctx, 6)
@@ -106,13 +98,54 @@ def routed_and_down(ctx, jobs, shared):
         run_down(ctx, jobs, *requested)
 
 
+def rows_and_routing(ctx, jobs):
+    """The rows that this CTA's tasks are of, into LDS, and every token's experts. Rows are there
+    before scores, but fetching them takes as long as the scores do: the waves that do not route
+    fetch them while the others wait for scores."""
+    needs = needed_rows(ctx, jobs)
+    for needed, token in needs:
+        await_needed(ctx, needed, token)
+    if ctx.build.tuning.rows_before_routing:
+        keep_needed(ctx, needs, 0)
+        routing.route_tokens(ctx)
+    else:
+        share_waves(ctx, needs)
+
+
 @traced
-def fetch_own(ctx, jobs):
-    """The rows of a CTA's routed tasks: every token's, or the one its tasks are of. The row lands
-    before the scores do; a CTA with a shared task has it already."""
-    if jobs.has_routed & (jobs.shared >= ctx.build.place.shared_tasks):
-        share = ctx.build.place.ug_ctas_per_token
-        routing.fetch_rows(ctx, None if share is None else div(ctx.bid, share))
+def share_waves(ctx, needs):
+    if ctx.wave < ctx.build.tokens:
+        routing.route_token(ctx, ctx.wave)
+    else:
+        keep_needed(ctx, needs, ctx.build.tokens)
+
+
+def needed_rows(ctx, jobs):
+    """[(whether, a token or None for every one)], at most one of them true: a CTA whose shared task
+    is yet to run needs every token's row, another the row that its routed tasks are of. One whose
+    shared task has run has all of them."""
+    place = ctx.build.place
+    share = place.ug_ctas_per_token
+    own = None if share is None else div(ctx.bid, share)
+    needs = [(jobs.has_routed & (jobs.shared >= place.shared_tasks), own)]
+    return [(jobs.has_shared, None), *needs] if ctx.build.tuning.shared_after_routing else needs
+
+
+@traced
+def await_needed(ctx, needed, token):
+    if needed:
+        routing.await_rows(ctx, token)
+
+
+def keep_needed(ctx, needs, waves_from):
+    for needed, token in needs:
+        keep_if(ctx, needed, token, waves_from)
+
+
+@traced
+def keep_if(ctx, needed, token, waves_from):
+    if needed:
+        routing.keep_rows(ctx, token, waves_from)
 
 
 def run_routed(ctx, jobs, shared):

@@ -4,6 +4,8 @@ Each CTA of the narrow form routes for itself, from the copy of the scores that 
 routes token k. The choice is integer maxima over routing keys; the record of it is published once.
 """
 
+from dataclasses import dataclass
+
 import flydsl.expr as fx
 
 from m3lab.kernels import isa, mailbox, mx
@@ -24,39 +26,51 @@ ROUTE_PITCH = 8  # words of a token's slots in lds.route and lds.route_weight
 
 
 @traced
-def fetch_rows(ctx, token=None):
-    """lds.pool := the MXFP8 row and scales of ``token``, None: every token's. The caller syncs."""
-    place = ctx.build.place
-    if const_expr(not ctx.build.tuning.spin_whole_row):
-        await_rows(ctx, token)
-    keep_rows(ctx, list(range(place.tokens)) if token is None else [token])
+def fetch_rows(ctx):
+    """lds.pool := every token's MXFP8 row and scales, all waves at it. The caller syncs."""
+    await_rows(ctx)
+    keep_rows(ctx)
 
 
 @traced
-def await_rows(ctx, token):
-    """Wave 0 waits on the last word of each router task's slice, the others at the barrier: all
-    threads of all CTAs spinning on the whole row held the shared expert's rows back 3 us (four
-    tokens, measured upstream)."""
+def await_rows(ctx, token=None):
+    """Wave 0 waits on the last word of each router task's slice of ``token``'s row (None: of every
+    token's), the others at the barrier: all threads of all CTAs spinning on the whole row held the
+    shared expert's rows back 3 us (four tokens, measured upstream)."""
+    if const_expr(not ctx.build.tuning.spin_whole_row):
+        if ctx.wave == 0:
+            poll_last_words(ctx, token)
+        isa.barrier()
+
+
+def poll_last_words(ctx, token):
     place = ctx.build.place
-    words = ctx.build.shape.hidden // 4
-    if ctx.wave == 0:
-        parts = place.router_tasks_per_token
-        of = fx.min(div(ctx.lane, parts), place.tokens - 1)
-        of = of if const_expr(token is None) else token
-        last = of * words + (mod(ctx.lane, parts) + 1) * (words // parts) - 1
-        mailbox.poll(ctx.tag, [Request(scratch_box(ctx, "xn8"), last)])
-    isa.barrier()
+    words, parts = ctx.build.shape.hidden // 4, place.router_tasks_per_token
+    of = fx.min(div(ctx.lane, parts), place.tokens - 1) if token is None else token
+    last = of * words + (mod(ctx.lane, parts) + 1) * (words // parts) - 1
+    mailbox.poll(ctx.tag, [Request(scratch_box(ctx, "xn8"), last)])
 
 
-def keep_rows(ctx, tokens):
-    """Poll rows two pairs at a time, the row's words and then its scales, and keep them."""
-    units = units_of(ctx)
-    firsts = range(0, units, THREADS)
-    requests = [row_request(ctx, k, fx.min(ctx.tid + i, units - 1)) for k in tokens for i in firsts]
-    got = iter(mailbox.poll(ctx.tag, requests))
-    for token in tokens:
-        for first in firsts:
-            keep_unit(ctx, token, ctx.tid + first, next(got))
+def keep_rows(ctx, token=None, waves_from=0):
+    """lds.pool := the row and scales of ``token``, None: every token's, by the waves from
+    ``waves_from`` on: poll two pairs at a time, rows' words and then their scales."""
+    threads, n = THREADS - waves_from * isa.LANES, row_units(ctx)
+    rounds = [Round(first, first + threads <= n) for first in range(0, units_of(ctx), threads)]
+    thread = ctx.tid - waves_from * isa.LANES
+    tokens = list(range(ctx.build.place.tokens)) if token is None else [token]
+    units = [(k, r, thread + r.first) for k in tokens for r in rounds]
+    requests = [row_request(ctx, *unit) for unit in units]  # 16 at most
+    got = mailbox.poll(ctx.tag, requests, batch=len(requests))
+    for unit, words in zip(units, got, strict=True):
+        keep_unit(ctx, *unit, words)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A unit a thread from unit ``first`` on; whether all of them are of the row's words."""
+
+    first: int
+    in_row: bool
 
 
 def row_units(ctx):
@@ -68,22 +82,36 @@ def units_of(ctx):
     return row_units(ctx) + ctx.build.shape.hidden // MX_BLOCK // 2
 
 
-def row_request(ctx, token, unit):
+def row_request(ctx, token, of, unit):
     """Unit ``unit`` of a token: a row's two words, past them two of its scales."""
     n, hidden = row_units(ctx), ctx.build.shape.hidden
     regions = ctx.build.regions
     apart = (regions["xsc"].offset - regions["xn8"].offset) // PAIR_BYTES
-    in_row = token * (hidden // 4) + 2 * unit
-    in_scales = apart + token * (hidden // MX_BLOCK) + 2 * (unit - n)
-    return Request(scratch_box(ctx, "xn8"), select(unit < n, in_row, in_scales), 2)
+    at = token * (hidden // 4) + 2 * unit
+    if not of.in_row:
+        unit = fx.min(unit, units_of(ctx) - 1)
+        in_scales = apart + token * (hidden // MX_BLOCK) + 2 * (unit - n)
+        at = select(unit < n, at, in_scales)
+    return Request(scratch_box(ctx, "xn8"), at, 2)
+
+
+def keep_unit(ctx, token, of, unit, words):
+    if of.in_row:
+        keep_words(ctx, token, unit, words)
+    else:
+        keep_words_or_scales(ctx, token, unit, words)
+
+
+def keep_words(ctx, token, unit, words):
+    pair = fx.Vector.from_elements(words, fx.Int32)
+    isa.lds_store(ctx.lds.pool, token * ctx.build.place.xn8_row + 2 * unit, pair, 2)
 
 
 @traced
-def keep_unit(ctx, token, unit, words):
+def keep_words_or_scales(ctx, token, unit, words):
     place, n = ctx.build.place, row_units(ctx)
     if unit < n:
-        pair = fx.Vector.from_elements(words, fx.Int32)
-        isa.lds_store(ctx.lds.pool, token * place.xn8_row + 2 * unit, pair, 2)
+        keep_words(ctx, token, unit, words)
     if (unit >= n) & (unit < units_of(ctx)):
         at = scales_at(ctx, token) + mx.scale_word(2 * (unit - n), place.ug_chunks)
         isa.lds_store(ctx.lds.pool, at, words[0])
