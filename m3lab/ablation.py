@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from m3lab import plots, tables
-from m3lab.calibrate import ROWS, Row
+from m3lab.calibrate import FOUR, ONE, ROWS, Row
 from m3lab.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ WORDS: dict[tuple[str, Any], str] = {
     ("router_by_token", True): "router tasks one token after another",
     ("merge_in_output", True): "merges inside the output tasks",
     ("spin_whole_row", True): "every thread spins on the whole normed row",
+    ("rows_before_routing", True): "the normed rows fetched before the routing",
     ("serial_rank", True): "one serial lane ranks a block",
     ("rank_up_to", None): "up to {value} blocks ranked by counting",
     ("shared_after_routing", True): "shared expert after the routing",
@@ -71,7 +72,7 @@ def published(tokens: int, knobs: Mapping[str, Any]) -> tuple[float, Row] | None
 
     A row of ``calibrate.ROWS`` whose two builds differ in just these knobs: from the defaults to
     these values its change counts as it stands, the other way round with its sign turned. What else
-    those builds had (see ``of_this_build``) may differ from the default. None where nobody
+    those builds had (see ``of_the_latest``) may differ from the default. None where nobody
     published one.
     """
     forth = {name: (getattr(Tuning(), name), value) for name, value in knobs.items()}
@@ -82,12 +83,12 @@ def published(tokens: int, knobs: Mapping[str, Any]) -> tuple[float, Row] | None
             changed = _differences(row.before, row.after)
             if changed in (forth, back):
                 found.append((row.published_us * (1 if changed == forth else -1), row))
-    return max(found, key=lambda pair: of_this_build(pair[1]), default=None)
+    return max(found, key=lambda pair: of_the_latest(pair[1]), default=None)
 
 
-def of_this_build(row: Row) -> bool:
-    """Whether one of a published change's two builds is today's default."""
-    return Tuning() in (row.before, row.after)
+def of_the_latest(row: Row) -> bool:
+    """Whether one of a published change's two builds is the latest published schedule."""
+    return not {ONE, FOUR}.isdisjoint((row.before, row.after))
 
 
 def _differences(before: Tuning, after: Tuning) -> dict[str, tuple[Any, Any]]:
@@ -153,7 +154,7 @@ def table(cases: pd.DataFrame) -> pd.DataFrame:
                 "change, modelled %": 100 * change / base,
                 "published change, us": known[0] if known else float("nan"),
                 "published row": known[1].number if known else "",
-                "published of": "" if not known else BUILDS[of_this_build(known[1])],
+                "published of": "" if not known else BUILDS[of_the_latest(known[1])],
                 "signs": _signs(change, known[0]) if known else "",
             }
         )
@@ -165,7 +166,7 @@ COLUMNS = [
     *("modelled us", "change, modelled us", "change, modelled %"),
     *("published change, us", "published row", "published of", "signs"),
 ]
-BUILDS = {True: "a build like the default", False: "an earlier build"}
+BUILDS = {True: "the latest published schedule", False: "an earlier build"}
 
 
 def _signs(change: float, known: float) -> str:

@@ -32,7 +32,8 @@ def test_the_quick_sweep_covers_what_it_promises():
         for c in cases
         if (c.q_len, c.pad_rows, c.page_stride, c.static_scale, c.model) == (1, 0, 8, False, ())
     }
-    assert plain == {(t, c, n) for t in (1, 2, 4) for c in (100, 2048, 2049, 8192) for n in (1, 4)}
+    contexts = (100, 2048, 2049, 8192, 262144)
+    assert plain == {(t, c, n) for t in (1, 2, 4) for c in contexts for n in (1, 4)}
     assert any(c.q_len > 1 for c in cases)
     assert any(c.pad_rows for c in cases)
     assert any(c.page_stride == 16 for c in cases)

@@ -73,12 +73,6 @@ def test_no_window_of_shared_tasks_is_cheaper(tokens):
     assert place.bases["shared"] == best
 
 
-def test_shared_tasks_wait_for_the_routing_only_where_no_cta_is_lighter():
-    assert [Placement(SHAPE, s).shared_after_routing for s in (1, 2, 3, 4)] == [
-        False, False, False, True,
-    ]  # fmt: skip
-
-
 def test_wide_form_from_five_tokens_and_owner_reduce_from_twelve_with_peers():
     assert [s for s in ALL_TOKENS if Placement(SHAPE, s).wide] == list(range(5, 17))
     assert [s for s in ALL_TOKENS if Placement(SHAPE, s).owner_reduce] == list(range(12, 17))

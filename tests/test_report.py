@@ -113,15 +113,15 @@ def test_the_bytes_of_the_stages_are_all_bytes_but_the_openings(sample):
 
 def test_what_is_not_a_plain_case_of_the_grid_is_in_no_comparison_of_tokens(sample):
     table = tables.longest(tables.streams(sample.cases))
-    assert set(table["case"]) == {f"s{t}_c8192_tp4" for t in (1, 2, 4)}
-    assert len(set(tables.plain(tables.streams(sample.cases))["case"])) == 24  # of 30
+    assert set(table["case"]) == {f"s{t}_c262144_tp4" for t in (1, 2, 4)}
+    assert len(set(tables.plain(tables.streams(sample.cases))["case"])) == 30  # of 38
 
 
 def test_one_case_stands_for_each_token_count_of_a_run_of_several_widths(sample):
     rows = tables.streams(sample.cases[sample.cases["npes"] == 1])
     wider = rows.assign(tp=8, case=rows["case"].str.replace("tp4", "tp8"))
     both = tables.longest(pd.concat([wider, rows]))
-    assert set(both["case"]) == {f"s{t}_c8192_tp4_solo" for t in (1, 2, 4)}
+    assert set(both["case"]) == {f"s{t}_c262144_tp4_solo" for t in (1, 2, 4)}
     odd = rows[rows["case"].str.contains("pad1")]
     assert len(tables.longest(pd.concat([odd, odd.assign(case="s4_c2049_tp4_q2")]))) == len(odd)
 
