@@ -186,13 +186,14 @@ def test_points_are_stamped_by_the_ctas_that_pass_them(tokens):
     every = set(range(256))
     down = place.ctas_of("down", place.down_tasks)
     router = place.ctas_of("router", place.router_tasks)
+    shared = place.ctas_of("shared", place.shared_tasks)
     routed = {cta for cta in every if place.ug_tasks_of(cta)}
     for point in (1, 4, 5):
         assert at[point] == every, point
     for point in (22, 24, 25, 26, 23):
         assert at[point] == router, point
     for point in (21, 2, 6, 7, 8):
-        assert at[point] == routed | down, point
+        assert at[point] == routed | down | shared, point
     assert at[9] == routed
     assert at[10] == at[11] == down
     for point in (16, 27, 28, 29, 30, 31):

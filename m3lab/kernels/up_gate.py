@@ -110,11 +110,12 @@ def put_mids(ctx, lanes, token, slot, row, value):
 
 class RoutedTask:
     """The CTA's ``i``-th routed task: token, slot, row group, and whether it exists (past the last
-    one its place is that of a real task)."""
+    one its place is that of a real task); ``everywhere``: on every CTA."""
 
     def __init__(self, ctx, i):
         place = ctx.build.place
         per_token, share = place.ug_tasks_per_token, place.ug_ctas_per_token
+        self.everywhere = all(place.ug_tasks_of(cta) > i for cta in range(place.blocks))
         if share is None:
             task = first_task(ctx, "ug") + i * place.blocks
             self.exists = task < per_token * place.tokens
@@ -131,12 +132,14 @@ class RoutedTask:
 
 
 def request_routed(ctx, task):
-    """(gate tiles, up tiles) of this wave's k for a routed task."""
+    """(gate tiles, up tiles) of this wave's k for a routed task; one that does not exist reads
+    nothing."""
     place = ctx.build.place
     table = expert_matrix(ctx, "13", routed_expert(ctx, task.token, task.slot))
     where = (task.group, first_chunk(ctx), place.ug_chunks, mx.Lane(ctx.lane))
-    gate = mx.request_tiles(table, *where)
-    return gate, mx.request_tiles(table, *where, skip=place.ug_per_slot)
+    present = None if task.everywhere else task.exists
+    gate = mx.request_tiles(table, *where, present=present)
+    return gate, mx.request_tiles(table, *where, skip=place.ug_per_slot, present=present)
 
 
 def compute_routed(ctx, task, tiles, half):
