@@ -1,9 +1,9 @@
 """Stage 5, narrow form (1..4 tokens): the order in which a CTA goes through the experts.
 
-The shared expert needs the normed rows but no routing: its tasks run first, or, where every CTA
-carries equally many routed tasks, while the first routed weights are on their way. Then the
-routing, the routed tasks as a software pipeline, and the CTA's down task. What a task computes is
-in ``up_gate`` and ``down``.
+The shared expert's weights are requested first. Some waves route while the others fetch the normed
+rows; the shared tasks run while the first routed weights are on their way (or, by a knob, before
+the routing, which they do not need). Then the routed tasks as a software pipeline, and the CTA's
+down task. What a task computes is in ``up_gate`` and ``down``.
 """
 
 from dataclasses import dataclass
@@ -79,8 +79,7 @@ def request_late(ctx, jobs):
 
 
 def has_work(ctx, jobs):
-    """Whether anything but a shared task that has run already is this CTA's; the placement has the
-    shared tasks run late only on CTAs with routed ones, a tuning may on any."""
+    """Whether anything but a shared task that has run already is this CTA's."""
     work = jobs.has_routed | jobs.down.exists
     return work | jobs.has_shared if ctx.build.tuning.shared_after_routing else work
 
