@@ -49,7 +49,14 @@ _LOCK = threading.RLock()  # a build changes os.environ, which the whole process
 # What turns a traced module into a Program or assembly, and what kernels are traced from: editing
 # any of these makes a new key.
 _TOOLS = ("build.py", "interpreter/lower.py", "interpreter/program.py")
-_SOURCES = (*_TOOLS, "kernels/*.py", "placement.py", "tuning.py", "memory_layout.py", "shapes.py")
+_SOURCES = (
+    *_TOOLS,
+    "kernels/**/*.py",
+    "placement.py",
+    "tuning.py",
+    "memory_layout.py",
+    "shapes.py",
+)
 
 
 class MissingFlyDSL(RuntimeError):
@@ -512,9 +519,10 @@ def _file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _source_hashes() -> dict[str, str]:
-    files = sorted(path for pattern in _SOURCES for path in _PACKAGE.glob(pattern))
-    return {path.relative_to(_PACKAGE).as_posix(): _file_hash(path) for path in files}
+def _source_hashes(package: Path = _PACKAGE) -> dict[str, str]:
+    """Path -> hash of every source that a build is made from; ``**`` takes sub-folders too."""
+    files = sorted({path for pattern in _SOURCES for path in package.glob(pattern)})
+    return {path.relative_to(package).as_posix(): _file_hash(path) for path in files}
 
 
 _SOURCES_AT_IMPORT = _source_hashes()

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from m3lab import build
+from m3lab.sweep import results
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -100,6 +103,42 @@ def test_the_launchers_argument_order_is_the_kernels():
 
     assert post_attn.ARG_NAMES == arguments.ARG_NAMES
     assert post_attn.INT32_ARGS == arguments.INT32_ARGS
+
+
+# --- keys follow the sources, however deep they lie ---
+
+
+def build_sources(package):
+    return build._source_hashes(package)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "edited"),
+    [
+        (build_sources, "kernels/deep/er/stage.py"),
+        (build_sources, "kernels/stage.py"),
+        (results.code_fingerprint.__wrapped__, "kernels/deep/er/stage.py"),
+        (results.clock_fingerprint.__wrapped__, "interpreter/deep/er/op.py"),
+        (results.clock_fingerprint.__wrapped__, "parts/deep/part.yaml"),
+    ],
+)
+def test_an_edit_in_a_sub_folder_changes_the_key(tmp_path, fingerprint, edited):
+    source = tmp_path / edited
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1")
+    before = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == before
+    source.write_text("a = 2")
+    assert fingerprint(tmp_path) != before
+
+
+def test_every_kernel_source_is_in_the_build_key():
+    """The real files: a folder that the patterns miss would give stale builds."""
+    files = {
+        p.relative_to(ROOT / "m3lab").as_posix() for p in (ROOT / "m3lab/kernels").rglob("*.py")
+    }
+    assert files
+    assert files <= set(build._source_hashes())
 
 
 # --- notebooks ---

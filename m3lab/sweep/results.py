@@ -194,24 +194,25 @@ def now() -> str:
 
 
 @cache
-def code_fingerprint() -> str:
+def code_fingerprint(package: Path = PACKAGE) -> str:
     """Digest of the package's source that decides a row, the clock's constants included: rows of
     other code are run again."""
     digest = hashlib.sha256()
-    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "parts").glob("*.yaml")]):
-        name = path.relative_to(PACKAGE).as_posix()
+    for path in sorted([*package.rglob("*.py"), *(package / "parts").rglob("*.yaml")]):
+        name = path.relative_to(package).as_posix()
         if not name.startswith(LOOKING_ONLY) or name in ("sweep/cases.py",):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
 @cache
-def clock_fingerprint() -> str:
+def clock_fingerprint(package: Path = PACKAGE) -> str:
     """Digest of the interpreter and the clock's constants: times of other clocks compare badly."""
     digest = hashlib.sha256()
     for folder, pattern in (("interpreter", "*.py"), ("parts", "*.yaml")):
-        for path in sorted((PACKAGE / folder).glob(pattern)):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        for path in sorted((package / folder).rglob(pattern)):
+            name = path.relative_to(package).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
