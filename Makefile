@@ -45,7 +45,7 @@ lab: $(VENV)/.lab
 	$(BIN)/jupyter lab notebooks
 
 calibrate: $(VENV)/.base
-	OMP_NUM_THREADS=1 $(BIN)/python -m m3lab.calibrate --docs docs/model.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m m3lab.report.calibrate --docs docs/model.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

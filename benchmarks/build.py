@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from m3lab.build import build_cached, require_flydsl, spec_key
-from m3lab.isa_report import figures_of
-from m3lab.shapes import MAX_TOKENS, ModelShape, RankShape
+from m3lab.compile.isa import figures_of
+from m3lab.compile.trace import build_cached, require_flydsl, spec_key
+from m3lab.model.shapes import MAX_TOKENS, ModelShape, RankShape
 
 PHASES = ("trace", "passes", "lower", "asm", "size")
 

@@ -38,7 +38,7 @@ def row(case: str, options: argparse.Namespace) -> str:
     """One table row, measured in this process."""
     import torch
 
-    from m3lab.interpreter.clock import Clock
+    from m3lab.clock.clock import Clock
     from m3lab.step import DecodeStep
 
     kind, tokens = case.split(":")

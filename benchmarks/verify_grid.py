@@ -58,7 +58,7 @@ def cases(options: argparse.Namespace) -> list[dict[str, int]]:
 def run_case(case: dict[str, int], options: argparse.Namespace) -> dict[str, Any] | None:
     """Prepare, run and verify one case; prints its line."""
     from m3lab.interpreter import Memory
-    from m3lab.shapes import ModelShape, RankShape
+    from m3lab.model.shapes import ModelShape, RankShape
     from m3lab.step import DecodeStep, build_for
 
     memory = None if options.build_only else Memory(options.device)

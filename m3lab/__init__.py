@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from m3lab import reference, sweep
-    from m3lab.checkpoint import load_layer
     from m3lab.interpreter.run import run
     from m3lab.kernels.post_attn import build_post_attn_kernel
-    from m3lab.memory import PeerBuffers, Scratch, StepCounter
-    from m3lab.shapes import CacheLayout, IndexHeads, ModelShape, RankShape
-    from m3lab.shuffle import (
+    from m3lab.layout.buffers import PeerBuffers, Scratch, StepCounter
+    from m3lab.layout.shuffle import (
         mxfp8_a_tiles,
         shuffle_scale,
         shuffle_weight,
         unshuffle_scale,
         unshuffle_weight,
     )
+    from m3lab.model.checkpoint import load_layer
+    from m3lab.model.shapes import CacheLayout, IndexHeads, ModelShape, RankShape
+    from m3lab.model.weights import random_layer
     from m3lab.step import DecodeStep
-    from m3lab.weights import random_layer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "build_post_attn_kernel": "m3lab.kernels.post_attn",
-    "shuffle_weight": "m3lab.shuffle",
-    "unshuffle_weight": "m3lab.shuffle",
-    "shuffle_scale": "m3lab.shuffle",
-    "unshuffle_scale": "m3lab.shuffle",
-    "mxfp8_a_tiles": "m3lab.shuffle",
-    "Scratch": "m3lab.memory",
-    "PeerBuffers": "m3lab.memory",
-    "StepCounter": "m3lab.memory",
-    "ModelShape": "m3lab.shapes",
-    "RankShape": "m3lab.shapes",
-    "IndexHeads": "m3lab.shapes",
-    "CacheLayout": "m3lab.shapes",
-    "random_layer": "m3lab.weights",
-    "load_layer": "m3lab.checkpoint",
+    "shuffle_weight": "m3lab.layout.shuffle",
+    "unshuffle_weight": "m3lab.layout.shuffle",
+    "shuffle_scale": "m3lab.layout.shuffle",
+    "unshuffle_scale": "m3lab.layout.shuffle",
+    "mxfp8_a_tiles": "m3lab.layout.shuffle",
+    "Scratch": "m3lab.layout.buffers",
+    "PeerBuffers": "m3lab.layout.buffers",
+    "StepCounter": "m3lab.layout.buffers",
+    "ModelShape": "m3lab.model.shapes",
+    "RankShape": "m3lab.model.shapes",
+    "IndexHeads": "m3lab.model.shapes",
+    "CacheLayout": "m3lab.model.shapes",
+    "random_layer": "m3lab.model.weights",
+    "load_layer": "m3lab.model.checkpoint",
     "DecodeStep": "m3lab.step",
     "run": "m3lab.interpreter.run",
 }
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"m3lab has no {name!r}; it has {', '.join(__all__)}")
     if _HOME[name].startswith("m3lab.kernels"):
-        from m3lab.build import require_flydsl
+        from m3lab.compile.trace import require_flydsl
 
         require_flydsl(f"m3lab.{name}")
     return getattr(import_module(_HOME[name]), name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from m3lab.isa_report import IsaFigures
+    from m3lab.compile.isa import IsaFigures
 
 PASSED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 130
 
@@ -73,7 +73,7 @@ def report(
     results: Annotated[Path, typer.Option(help="folder that holds the runs")] = Path("results"),
 ) -> None:
     """Make a run's notebooks and HTML report again from its rows; runs no case."""
-    from m3lab.sweep.report import make_report
+    from m3lab.report.html import make_report
     from m3lab.sweep.results import load_run
 
     there = load_run(run, results)
@@ -101,8 +101,8 @@ def build(
     ] = None,
 ) -> None:
     """Build the kernel for gfx950 and print its ISA figures; no GPU needed."""
-    from m3lab import isa_report
-    from m3lab.shapes import CacheLayout, RankShape
+    from m3lab.compile import isa
+    from m3lab.model.shapes import CacheLayout, RankShape
     from m3lab.step import DecodeStep, build_for
 
     if emit not in ("asm", "object"):
@@ -116,13 +116,13 @@ def build(
         until=until,
     )
     made = build_for(step, emit=("asm", "size") + (("object",) if emit == "object" else ()))
-    figures = isa_report.figures_of(made)
-    typer.echo(isa_report.table([figures]).T.to_string(header=False))
+    figures = isa.figures_of(made)
+    typer.echo(isa.table([figures]).T.to_string(header=False))
     typer.echo("\ninstructions by class")
-    typer.echo(isa_report.mix_table([figures]).T.to_string(header=False))
+    typer.echo(isa.mix_table([figures]).T.to_string(header=False))
     if before is not None:
         typer.echo(f"\nagainst {compare}")
-        typer.echo(isa_report.difference(before, figures).to_string())
+        typer.echo(isa.difference(before, figures).to_string())
     if out is not None:
         typer.echo(f"\nwritten: {_write_build(made, out)}")
     problems = figures.problems()
@@ -132,10 +132,10 @@ def build(
 
 
 def _figures_of_file(path: Path) -> IsaFigures:
-    from m3lab import isa_report
+    from m3lab.compile import isa
 
     try:
-        return isa_report.figures(_read(path))
+        return isa.figures(_read(path))
     except ValueError as exc:
         raise ValueError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
 
@@ -176,7 +176,7 @@ def doctor() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a foreseen error is one sentence on stderr and an exit code not 0."""
-    from m3lab.build import BuildError, MissingFlyDSL
+    from m3lab.compile.trace import BuildError, MissingFlyDSL
 
     # such as a build cache that cannot be written: the sentence, not where it was raised
     warnings.formatwarning = lambda message, *where, **line: f"m3lab: {message}\n"

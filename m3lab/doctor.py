@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from m3lab import hip
-from m3lab.build import FLYDSL_VERSION, cache_dir, find_linker
+from m3lab.backends import hip
+from m3lab.compile.trace import FLYDSL_VERSION, cache_dir, find_linker
 
 WANTED_MEMORY = 12 << 30  # what a four-rank step of full shapes stays under
 

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 
 from m3lab.interpreter import Memory
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.model.shapes import ModelShape, RankShape
+from m3lab.model.weights import random_layer
 from m3lab.step import DecodeStep
-from m3lab.weights import random_layer
 
 POOL = (0, 1, 2, 3, 40, 63, 64, 127)
 

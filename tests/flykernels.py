@@ -17,9 +17,9 @@ from flydsl._mlir import ir
 from flydsl.expr import range_constexpr
 from flydsl.expr.typing import Int64, as_ir_value
 
-from m3lab.build import build
+from m3lab.compile.trace import build
 from m3lab.interpreter import Launch, Memory, Program, run
-from m3lab.kernels import isa
+from m3lab.kernels.device import gfx950
 
 Words = list[Any]
 
@@ -39,12 +39,12 @@ def lane_kernel(name: str, body: Body, n_in: int, n_out: int, block: int, grid: 
     def kernel(source: Int64, target: Int64) -> None:
         fx.SharedAllocator().allocate(Lds).peek()
         row = fx.block_idx.x * block + fx.thread_idx.x
-        given = isa.buffer(source)
-        words = [isa.load(given, (row * n_in + i) * 4) for i in range(n_in)]
+        given = gfx950.buffer(source)
+        words = [gfx950.load(given, (row * n_in + i) * 4) for i in range(n_in)]
         results = body(words)
-        wanted = isa.buffer(target)
+        wanted = gfx950.buffer(target)
         for i in range_constexpr(n_out):
-            isa.store(wanted, (row * n_out + i) * 4, results[i])
+            gfx950.store(wanted, (row * n_out + i) * 4, results[i])
 
     @flyc.jit
     def launch(

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 
 from m3lab.interpreter import Memory
-from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.kernels.tuning import Tuning
+from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
 from m3lab.step import DecodeStep
-from m3lab.tuning import Tuning
 
 HIDDEN = 2048
 INF = float("inf")

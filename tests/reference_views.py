@@ -5,10 +5,11 @@ Every rank's views are made by the kernel reference's stages, chained; no kernel
 
 import torch
 
-from m3lab.formats import e4m3_decode, quantize_mxfp8
+from m3lab.model.formats import e4m3_decode, quantize_mxfp8
 from m3lab.reference import kernel as ref
-from m3lab.step import DecodeStep, RankViews, StepResult
-from m3lab.verify import split_reference, table_reference
+from m3lab.step import DecodeStep, StepResult
+from m3lab.verify.verify import split_reference, table_reference
+from m3lab.verify.views import RankViews
 
 COPIES = 8
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from m3lab import ablation
-from m3lab.calibrate import ONE, ROWS, Row
+from m3lab.kernels.tuning import Tuning
+from m3lab.report import ablation
+from m3lab.report.calibrate import ONE, ROWS, Row
 from m3lab.sweep import params
-from m3lab.tuning import Tuning
 
 FILE = Path(__file__).parent.parent / "params" / "ablation.yaml"
 

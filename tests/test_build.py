@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from m3lab import build as building
-from m3lab.build import BuildError, MissingFlyDSL, build, build_cached, spec_key
+from m3lab.compile import trace as building
+from m3lab.compile.trace import BuildError, MissingFlyDSL, build, build_cached, spec_key
 
 SMALL = Path(__file__).parent / "small_kernels"
 ARGS = (1 << 40, 1 << 41)
@@ -67,7 +67,7 @@ def test_two_builds_in_two_processes_give_the_same_key_and_assembly(launcher, ca
     script = (
         "import sys, hashlib; from pathlib import Path\n"
         f"sys.path.insert(0, {str(SMALL)!r})\n"
-        "import three_loads; from m3lab.build import build\n"
+        "import three_loads; from m3lab.compile.trace import build\n"
         "made = build(three_loads.launch, (5, 7), emit=('asm',), cache=Path(sys.argv[1]))\n"
         "print(made.key, hashlib.sha256(made.asm.encode()).hexdigest(), made.cached)"
     )
@@ -186,7 +186,7 @@ def test_a_cached_program_loads_without_flydsl_in_under_a_second(launcher, cache
     script = (
         "import sys, time; from pathlib import Path\n"
         "sys.modules['flydsl'] = None  # importing it is an error\n"
-        "from m3lab.build import build_cached, spec_key\n"
+        "from m3lab.compile.trace import build_cached, spec_key\n"
         "start = time.perf_counter()\n"
         "made = build_cached(spec_key({'kernel': 'three_loads'}), None, cache=Path(sys.argv[1]))\n"
         "print(made.program.name, time.perf_counter() - start)"
@@ -217,7 +217,7 @@ def test_sources_edited_since_import_are_not_filed_under_the_new_key(launcher, c
 
 
 def test_a_spec_key_changes_with_each_parameter_and_each_source(tmp_path):
-    from m3lab.shapes import RankShape
+    from m3lab.model.shapes import RankShape
 
     source = tmp_path / "kernel.py"
     source.write_text("a")

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from m3lab import caches as c
-from m3lab.formats import e4m3_decode
 from m3lab.interpreter.memory import BASE, Memory
-from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.layout import kv_cache as c
+from m3lab.model.context import random_context
+from m3lab.model.formats import e4m3_decode
+from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
 
 MODEL = ModelShape()
 STRIDES = (8, 16)
@@ -33,7 +34,7 @@ def written(memory: Memory, addr: int, n: int = 1) -> bool:
 
 
 def test_a_blocks_content_depends_on_seed_request_and_block_alone():
-    ctx = c.random_context(MODEL, 300, seed=1, request=2)
+    ctx = random_context(MODEL, 300, seed=1, request=2)
     longer = replace(ctx, length=1 << 20)
     assert torch.equal(ctx.k(2), longer.k(2))
     assert torch.equal(ctx.v_scale(1), longer.v_scale(1))
@@ -46,7 +47,7 @@ def test_a_blocks_content_depends_on_seed_request_and_block_alone():
 
 
 def test_keys_have_unit_variance_and_no_nan():
-    ctx = c.random_context(MODEL, 1 << 20)
+    ctx = random_context(MODEL, 1 << 20)
     k = e4m3_decode(ctx.k(8191)) * ctx.k_scale(8191)[..., None]
     assert k.shape == (128, 4, 128)
     assert k.std() == pytest.approx(1.0, abs=0.15)
@@ -55,14 +56,14 @@ def test_keys_have_unit_variance_and_no_nan():
 
 
 def test_a_static_context_has_one_scale():
-    ctx = c.random_context(MODEL, 200, static=True)
+    ctx = random_context(MODEL, 200, static=True)
     assert bool((ctx.k_scale(1) == ctx.k_scale_static).all())
     assert ctx.v_scale(0).unique().tolist() == pytest.approx([ctx.v_scale_static])
 
 
 @pytest.mark.parametrize(("length", "blocks", "tail"), [(1, 1, 1), (128, 1, 128), (129, 2, 1)])
 def test_the_tail_block_holds_what_is_left(length, blocks, tail):
-    ctx = c.random_context(MODEL, length)
+    ctx = random_context(MODEL, length)
     assert ctx.blocks == blocks
     assert ctx.valid(blocks - 1) == tail
     with pytest.raises(ValueError, match=rf"block must be in 0\.\.{blocks - 1}, got {blocks}"):
@@ -72,12 +73,12 @@ def test_the_tail_block_holds_what_is_left(length, blocks, tail):
 @pytest.mark.parametrize("length", [0, -1, (1 << 20) + 1])
 def test_a_context_out_of_range_is_refused(length):
     with pytest.raises(ValueError, match=r"1\.\.1048576 keys, got"):
-        c.random_context(MODEL, length)
+        random_context(MODEL, length)
 
 
 def test_a_negative_seed_is_refused():
     with pytest.raises(ValueError, match="seed must be a non-negative integer, got -1"):
-        c.random_context(MODEL, 1, seed=-1)
+        random_context(MODEL, 1, seed=-1)
 
 
 # ------------------------------------------------------------------------------- PagedCaches
@@ -88,7 +89,7 @@ def test_a_negative_seed_is_refused():
 def test_a_kernel_finds_every_byte_where_its_address_formula_says(memory, tp, rank, stride):
     shape = RankShape(tp=tp)
     cache = c.PagedCaches(shape, CacheLayout(stride), memory, rank, n_blocks=6)
-    ctx = c.random_context(MODEL, 384, seed=3)
+    ctx = random_context(MODEL, 384, seed=3)
     cache.fill(ctx, [0, 2], [4, 1])
     heads, gen = shape.kv_heads, torch.Generator().manual_seed(0)
     for block, block_id in ((0, 4), (2, 1)):
@@ -125,7 +126,7 @@ def test_stride_16_puts_a_blocks_v_pages_behind_its_k_pages(memory):
 def test_reading_a_block_gives_back_what_filled_it(memory, stride, static):
     shape = RankShape(tp=2)
     cache = c.PagedCaches(shape, CacheLayout(stride, static), memory, 1, n_blocks=4)
-    ctx = c.random_context(MODEL, 256, static=static)
+    ctx = random_context(MODEL, 256, static=static)
     cache.fill(ctx, [1], [3])
     block = cache.read_block(3)
     assert torch.equal(block.k, ctx.k(1)[:, 2:])
@@ -139,7 +140,7 @@ def test_reading_a_block_gives_back_what_filled_it(memory, stride, static):
 @pytest.mark.parametrize("stride", STRIDES)
 def test_only_the_tails_valid_keys_are_written(memory, tail, stride):
     cache = c.PagedCaches(RankShape(), CacheLayout(stride), memory, 0, n_blocks=3)
-    cache.fill(c.random_context(MODEL, 128 + tail), [1], [2])
+    cache.fill(random_context(MODEL, 128 + tail), [1], [2])
     for token in range(128):
         page, t = 2 * stride + token // 16, token % 16
         valid = token < tail
@@ -151,14 +152,14 @@ def test_only_the_tails_valid_keys_are_written(memory, tail, stride):
         assert written(memory, cache.v_scale_addr + 4 * (page * 16 + t), 4) == valid
         assert written(memory, cache.index_addr + (2 * 128 + token) * 128, 128) == valid
     block = cache.read_block(2)
-    ctx = c.random_context(MODEL, 128 + tail)
+    ctx = random_context(MODEL, 128 + tail)
     assert torch.equal(block.v[:tail], ctx.v(1)[:tail, :1])
     assert torch.equal(block.k[:tail], ctx.k(1)[:tail, :1])
 
 
 def test_nothing_is_written_outside_the_named_blocks(memory):
     cache = c.PagedCaches(RankShape(), CacheLayout(8), memory, 0, n_blocks=3)
-    cache.fill(c.random_context(MODEL, 128), [0], [1])
+    cache.fill(random_context(MODEL, 128), [0], [1])
     for block_id in (0, 2):
         assert not bool(memory.defined[cache.k_addr - BASE + block_id * 16384 :][:16384].any())
         assert not bool(memory.defined[cache.v_addr - BASE + block_id * 16384 :][:16384].any())
@@ -166,7 +167,7 @@ def test_nothing_is_written_outside_the_named_blocks(memory):
 
 def test_poison_makes_the_tails_other_keys_nan(memory):
     cache = c.PagedCaches(RankShape(), CacheLayout(8), memory, 0, n_blocks=2)
-    cache.fill(c.random_context(MODEL, 20), [0], [1], poison=0xFF)
+    cache.fill(random_context(MODEL, 20), [0], [1], poison=0xFF)
     block = cache.read_block(1)
     for part in (block.k, block.v, block.index_k):
         assert bool((part[20:] == 0xFF).all())
@@ -177,7 +178,7 @@ def test_poison_makes_the_tails_other_keys_nan(memory):
 
 def test_a_step_can_write_its_own_token_into_a_started_block(memory):
     cache = c.PagedCaches(RankShape(), CacheLayout(16), memory, 0, n_blocks=2)
-    ctx = c.random_context(MODEL, 128)
+    ctx = random_context(MODEL, 128)
     cache.fill(replace(ctx, length=50), [0], [1])
     cache.write_kv(
         1,
@@ -198,7 +199,7 @@ def test_a_step_can_write_its_own_token_into_a_started_block(memory):
 
 def test_two_ranks_of_tp_8_hold_the_same_kv_head(memory):
     shape, layout = RankShape(tp=8), CacheLayout(8)
-    ctx = c.random_context(MODEL, 128)
+    ctx = random_context(MODEL, 128)
     blocks = []
     for rank in (4, 5, 6):
         cache = c.PagedCaches(shape, layout, memory, rank, n_blocks=1)
@@ -210,7 +211,7 @@ def test_two_ranks_of_tp_8_hold_the_same_kv_head(memory):
 
 def test_a_static_cache_refuses_a_second_scale(memory):
     cache = c.PagedCaches(RankShape(), CacheLayout(8, True), memory, 0, n_blocks=2)
-    cache.fill(c.random_context(MODEL, 128, static=True), [0], [0])
+    cache.fill(random_context(MODEL, 128, static=True), [0], [0])
     kv = torch.zeros(1, 1, 128, dtype=torch.uint8)
     with pytest.raises(ValueError, match="one scale per cache"):
         cache.write_kv(1, kv, kv, torch.ones(1, 1), torch.ones(1, 1))
@@ -218,7 +219,7 @@ def test_a_static_cache_refuses_a_second_scale(memory):
 
 def test_what_does_not_fit_is_refused(memory):
     cache = c.PagedCaches(RankShape(), CacheLayout(8), memory, 0, n_blocks=2)
-    ctx = c.random_context(MODEL, 256)
+    ctx = random_context(MODEL, 256)
     with pytest.raises(ValueError, match=r"block id must be in 0\.\.1, got 2"):
         cache.fill(ctx, [0], [2])
     with pytest.raises(ValueError, match="needs one block id, got 2 and 1"):
@@ -243,45 +244,3 @@ def test_freed_caches_stay_freed(memory):
 
 
 # --------------------------------------------------------------------------------- decode rows
-
-
-def test_a_requests_rows_see_one_more_key_each_and_share_its_blocks():
-    rows = c.decode_rows([130, 3], [[9, 4], [7]], q_len=3)
-    assert rows.seq_lens.tolist() == [128, 129, 130, 1, 2, 3]
-    assert rows.positions.tolist() == [127, 128, 129, 0, 1, 2]
-    assert rows.slots.tolist() == [9 * 128 + 127, 4 * 128, 4 * 128 + 1, 896, 897, 898]
-    assert rows.block_table.tolist() == [[9, 4]] * 3 + [[7, 0]] * 3
-    assert rows.block_table.dtype == rows.seq_lens.dtype == torch.int32
-    assert rows.positions.dtype == rows.slots.dtype == torch.int64
-
-
-def test_padding_rows_point_at_page_zero_and_write_nothing():
-    rows = c.decode_rows([5], [[3]], tokens=3, width=4)
-    assert rows.seq_lens.tolist() == [5, 0, 0]
-    assert rows.slots.tolist() == [3 * 128 + 4, -1, -1]
-    assert rows.block_table.tolist() == [[3, 0, 0, 0], [0] * 4, [0] * 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"contexts": [5], "block_ids": [[1]], "tokens": 17}, "got 17"),
-        ({"contexts": [5], "block_ids": [[1]], "q_len": 2, "tokens": 3}, "got 3 with q_len 2"),
-        ({"contexts": [5], "block_ids": []}, "block ids, got 0 for 1"),
-        ({"contexts": [1], "block_ids": [[1]], "q_len": 2}, "its 2 new tokens, got 1"),
-        ({"contexts": [300], "block_ids": [[1, 2]]}, "has 3 blocks, got 2"),
-        ({"contexts": [300], "block_ids": [[1, 2, 3]], "width": 2}, "2 table columns"),
-    ],
-)
-def test_rows_that_cannot_be_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        c.decode_rows(**arguments)
-
-
-def test_assigned_blocks_are_distinct_shuffled_and_never_block_zero():
-    ids = c.assign_blocks([300, 128, 1], n_blocks=6, seed=1)
-    assert [len(i) for i in ids] == [3, 1, 1]
-    assert sorted(b for request in ids for b in request) == [1, 2, 3, 4, 5]
-    assert ids != c.assign_blocks([300, 128, 1], n_blocks=6, seed=2)
-    with pytest.raises(ValueError, match="need 5 blocks besides block 0, the cache has 5"):
-        c.assign_blocks([300, 128, 1], n_blocks=5)

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("flydsl")
 
-from m3lab import calibrate
-from m3lab.calibrate import ROWS, Row, fit, table
-from m3lab.interpreter.part import PARTS, load_part, read_part
+from m3lab.clock.device_model import PARTS, load_part, read_part
+from m3lab.report import calibrate
+from m3lab.report.calibrate import ROWS, Row, fit, table
 
 PART = load_part()
 PRIORS = {n: float(c["prior"]) for n, c in read_part()["constants"].items() if "prior" in c}

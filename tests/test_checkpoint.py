@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from m3lab import formats as f
-from m3lab.checkpoint import CheckpointError, Shards, load_layer
-from m3lab.shapes import ModelShape
-from m3lab.weights import LayerWeights, random_layer
+from m3lab.model import formats as f
+from m3lab.model.checkpoint import CheckpointError, Shards, load_layer
+from m3lab.model.shapes import ModelShape
+from m3lab.model.weights import LayerWeights, random_layer
 
 LAYER = 1  # of the tiny model: layer 0 is dense
 EXPERTS = [0, 77]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from m3lab import cli
-from m3lab.build import cache_dir
+from m3lab.compile.trace import cache_dir
 from m3lab.doctor import examine
 
 ROOT = Path(__file__).parent.parent

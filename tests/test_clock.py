@@ -10,11 +10,11 @@ pytest.importorskip("flydsl")
 
 from small_kernels import faults, timed
 
-from m3lab.build import build
+from m3lab.clock.clock import Census, Clock
+from m3lab.clock.device_model import CONSTANTS, load_part, read_part
+from m3lab.compile.trace import build
 from m3lab.interpreter import Launch, Memory, run
-from m3lab.interpreter.clock import Census, Clock
-from m3lab.interpreter.part import CONSTANTS, load_part, read_part
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.model.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep
 
 PART = load_part()

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("flydsl")
 
-from m3lab.decode import DecodeLoop
 from m3lab.interpreter import Memory
-from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
 from m3lab.step import DecodeStep
+from m3lab.step.loop import DecodeLoop
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 4)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from m3lab.floors import expert_bytes, selected_keys, step_floors
-from m3lab.shapes import CacheLayout, RankShape
+from m3lab.model.shapes import CacheLayout, RankShape
+from m3lab.report.floors import expert_bytes, selected_keys, step_floors
 
 W4 = RankShape(tp=4)
 

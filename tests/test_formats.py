@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m3lab import formats as f
+from m3lab.model import formats as f
 
 E4M3_GRID = [
     Fraction(2 ** max(e, 1) * ((e > 0) * 8 + m), 8 * 2**7) for e in range(16) for m in range(8)

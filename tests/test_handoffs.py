@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 import torch
 
-from m3lab import handoffs
 from m3lab.interpreter.memory import BASE
-from m3lab.memory_layout import peer_layout, scratch_layout
-from m3lab.shapes import RankShape
+from m3lab.layout.regions import peer_layout, scratch_layout
+from m3lab.model.shapes import RankShape
+from m3lab.report import handoffs
 
 SHAPE = RankShape(tp=4)
 WAVES = 8
@@ -178,8 +178,9 @@ def test_a_place_is_the_stages_own_line_past_the_helpers(line, stage, short):
 @pytest.mark.slow
 def test_a_steps_waits_and_work_fill_its_time_and_its_critical_path_is_of_its_polls():
     pytest.importorskip("flydsl")
-    from m3lab import DecodeStep, timeline
-    from m3lab.interpreter.clock import Clock
+    from m3lab import DecodeStep
+    from m3lab.clock.clock import Clock
+    from m3lab.report import timeline
 
     step = DecodeStep(SHAPE, 1, context=2048, npes=1, until=None, timeline=True).prepare()
     clock = Clock()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from m3lab.interpreter.hbm import SLOT_NS, Hbm
+from m3lab.clock.hbm import SLOT_NS, Hbm
 
 ZERO = np.zeros(1, dtype=np.int64)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from m3lab import hip
+from m3lab.backends import hip
 
 
 def test_a_torch_without_rocm_has_no_device(monkeypatch):

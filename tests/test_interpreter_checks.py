@@ -10,7 +10,7 @@ pytest.importorskip("flydsl")
 
 from small_kernels import faults
 
-from m3lab.build import build
+from m3lab.compile.trace import build
 from m3lab.interpreter import (
     Checks,
     Deadlock,

@@ -21,7 +21,7 @@ from flykernels import Lds, int_type, one, program_of, run_lanes, values, words_
 from lane_arithmetic import signed
 
 from m3lab.interpreter import Launch, Memory, Tainted, run
-from m3lab.kernels import isa
+from m3lab.kernels.device import gfx950
 
 Row = list[int]
 BLOCK, GRID = 128, 3
@@ -37,7 +37,7 @@ def place_words() -> tuple[Any, Any, Any, Any]:
 # ---------------------------------------------------------------------- loops
 
 
-@isa.traced
+@gfx950.traced
 def triangle(n: Any, word: Any) -> Any:
     """A loop whose trip count is each lane's own, a branch inside."""
     total = fx.Int32(0)
@@ -87,7 +87,7 @@ def test_a_loop_that_few_ctas_and_waves_enter_leaves_the_others_alone() -> None:
         assert line == [signed(total, 32)]
 
 
-@isa.traced
+@gfx950.traced
 def kept_through(n: Any, word: Any) -> Any:
     """A carried value that lanes which leave early, or never enter, must keep."""
     total = word
@@ -99,7 +99,7 @@ def kept_through(n: Any, word: Any) -> Any:
     return total
 
 
-@isa.traced
+@gfx950.traced
 def collatz(start: Any, limit: Any) -> Any:
     x, steps = start, fx.Int32(0)
     while (x > 1) & (steps < limit):
@@ -127,7 +127,7 @@ def test_a_while_loop_ends_for_each_lane_by_itself() -> None:
         assert line == [x, steps]
 
 
-@isa.traced
+@gfx950.traced
 def nested_loops(outer: Any, word: Any) -> Any:
     """A loop in a loop in a branch; the inner bound depends on the outer index and the wave."""
     total, last = word, fx.Int32(-1)
@@ -163,7 +163,7 @@ def test_nested_loops_carry_their_values_outward() -> None:
 # ---------------------------------------------------------------------- branches
 
 
-@isa.traced
+@gfx950.traced
 def decide(bid: Any, wave: Any, lane: Any, word: Any) -> Any:
     """Branches on the CTA, the wave, the lane and the value, each inside the other."""
     got = word
@@ -259,17 +259,17 @@ def reverse_in_lds(source: Int64, target: Int64, n: Int32) -> None:
     words = lds.words.ptr
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
-    isa.lds_store(words, thread, isa.load(isa.buffer(source), row * 4))
-    isa.barrier()
-    other = isa.lds_load(words, BLOCK - 1 - thread)
-    four = isa.lds_load(words, (thread // 4) * 4, 4)
-    isa.barrier()
-    isa.lds_store(words, thread, other + four[0] * 2 + four[3])
-    isa.barrier()
+    gfx950.lds_store(words, thread, gfx950.load(gfx950.buffer(source), row * 4))
+    gfx950.barrier()
+    other = gfx950.lds_load(words, BLOCK - 1 - thread)
+    four = gfx950.lds_load(words, (thread // 4) * 4, 4)
+    gfx950.barrier()
+    gfx950.lds_store(words, thread, other + four[0] * 2 + four[3])
+    gfx950.barrier()
     total = fx.Int32(0)
     for i in range(0, n, 1):
-        total = total + isa.lds_load(words, (thread + fx.Int32(i)) % BLOCK)
-    isa.store(isa.buffer(target), row * 4, total)
+        total = total + gfx950.lds_load(words, (thread + fx.Int32(i)) % BLOCK)
+    gfx950.store(gfx950.buffer(target), row * 4, total)
 
 
 def test_lds_carries_words_across_the_waves_of_a_cta() -> None:
@@ -292,13 +292,13 @@ def some_ctas(source: Int64, target: Int64, n: Int32) -> None:
     words = lds.words.ptr
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
-    got = isa.load(isa.buffer(source), row * 4)
+    got = gfx950.load(gfx950.buffer(source), row * 4)
     if fx.block_idx.x < n:
         if thread >= 64:
-            isa.lds_store(words, thread - 64, got)
-        isa.barrier()
-        got = got + isa.lds_load(words, thread % 64)
-    isa.store(isa.buffer(target), row * 4, got)
+            gfx950.lds_store(words, thread - 64, got)
+        gfx950.barrier()
+        got = got + gfx950.lds_load(words, thread % 64)
+    gfx950.store(gfx950.buffer(target), row * 4, got)
 
 
 def test_a_barrier_may_stand_in_a_branch_that_whole_ctas_take() -> None:
@@ -313,7 +313,7 @@ def test_a_barrier_may_stand_in_a_branch_that_whole_ctas_take() -> None:
 @flyc.kernel(name="no_lds", known_block_size=[BLOCK, 1, 1])
 def no_lds(source: Int64, target: Int64, n: Int32) -> None:
     row = fx.block_idx.x * BLOCK + fx.thread_idx.x
-    isa.store(isa.buffer(target), row * 4, isa.load(isa.buffer(source), row * 4) + n)
+    gfx950.store(gfx950.buffer(target), row * 4, gfx950.load(gfx950.buffer(source), row * 4) + n)
 
 
 def test_a_kernel_without_lds_runs() -> None:
@@ -330,13 +330,13 @@ def past_the_end(source: Int64, target: Int64, n: Int32) -> None:
     fx.SharedAllocator().allocate(Lds).peek()
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
-    given, wanted = isa.buffer(source, n), isa.buffer(target, n)
-    far = isa.load(given, thread * 4 + (thread % 3) * 1000000)
-    pair = isa.load(given, thread * 8, 2)
-    quad = isa.load(given, thread * 16, 4)
-    behind = isa.load(given, thread * 4 - 64)
+    given, wanted = gfx950.buffer(source, n), gfx950.buffer(target, n)
+    far = gfx950.load(given, thread * 4 + (thread % 3) * 1000000)
+    pair = gfx950.load(given, thread * 8, 2)
+    quad = gfx950.load(given, thread * 16, 4)
+    behind = gfx950.load(given, thread * 4 - 64)
     total = far + pair[0] * 3 + pair[1] * 5 + quad[0] * 7 + quad[3] * 11 + behind * 13
-    isa.store(wanted, row * 4, total)
+    gfx950.store(wanted, row * 4, total)
 
 
 def test_a_load_past_the_records_gives_zero_and_a_store_is_dropped() -> None:
@@ -362,9 +362,9 @@ def by_pointer(source: Int64, target: Int64, n: Int32) -> None:
     fx.SharedAllocator().allocate(Lds).peek()
     row = fx.block_idx.x * BLOCK + fx.thread_idx.x
     here = source + fx.Int64(row * 4)
-    word = fx.generic_load(isa.global_pointer(here), dtype=fx.Int32)
-    fixed = fx.generic_load(isa.global_pointer(source + fx.Int64(n * 4)), dtype=fx.Int32)
-    isa.store_i64(target + fx.Int64(row * 8), fx.Int64(word) * fx.Int64(fixed))
+    word = fx.generic_load(gfx950.global_pointer(here), dtype=fx.Int32)
+    fixed = fx.generic_load(gfx950.global_pointer(source + fx.Int64(n * 4)), dtype=fx.Int32)
+    gfx950.store_i64(target + fx.Int64(row * 8), fx.Int64(word) * fx.Int64(fixed))
 
 
 def test_loads_and_stores_by_64_bit_address() -> None:
@@ -384,7 +384,7 @@ def unknown_moves(source: Int64, target: Int64, n: Int32) -> None:
     fx.SharedAllocator().allocate(Lds).peek()
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
-    word = isa.load(isa.buffer(source), row * 4)
+    word = gfx950.load(gfx950.buffer(source), row * 4)
     known = thread * 4
     got = known
     if n == 3:
@@ -392,10 +392,10 @@ def unknown_moves(source: Int64, target: Int64, n: Int32) -> None:
     if n == 0:
         got = fx.Int32(fx.rocdl.ds_bpermute(fx.typing.T.i32, known, word))
     if n == 1:
-        got = isa.swap_rows(word)[1]
+        got = gfx950.swap_rows(word)[1]
     if n == 2:
-        got = isa.xor_in_row(word, 5)
-    isa.store(isa.buffer(target), row * 4, got)
+        got = gfx950.xor_in_row(word, 5)
+    gfx950.store(gfx950.buffer(target), row * 4, got)
 
 
 @pytest.mark.parametrize("move", range(3), ids=["bpermute", "swap", "dpp"])
@@ -422,9 +422,9 @@ def swap_of_two(source: Int64, target: Int64, n: Int32) -> None:
     fx.SharedAllocator().allocate(Lds).peek()
     thread = fx.thread_idx.x
     row = fx.block_idx.x * BLOCK + thread
-    word = isa.load(isa.buffer(source), row * 4)
+    word = gfx950.load(gfx950.buffer(source), row * 4)
     first, second = swapped(thread, word)
-    isa.store(isa.buffer(target), row * 4, (n == 0).select(first, second))
+    gfx950.store(gfx950.buffer(target), row * 4, (n == 0).select(first, second))
 
 
 def swapped(old: Any, word: Any) -> Any:

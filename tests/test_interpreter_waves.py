@@ -43,7 +43,7 @@ from matrix_rules import (
 from scalar_rules import DPP
 
 from m3lab.interpreter import InterpreterError, PartialMask
-from m3lab.kernels import isa
+from m3lab.kernels.device import gfx950
 
 Row = list[int]
 
@@ -134,8 +134,8 @@ def test_the_dpp_intrinsic_and_the_kernels_own_moves() -> None:
     rows = random_rows(64, 1, 3)
 
     def body(words: Any) -> Any:
-        pairs = [*isa.swap_rows(words[0]), *isa.swap_halves(words[0])]
-        return [*(isa.xor_in_row(words[0], n) for n in range(1, 16)), *pairs]
+        pairs = [*gfx950.swap_rows(words[0]), *gfx950.swap_halves(words[0])]
+        return [*(gfx950.xor_in_row(words[0], n) for n in range(1, 16)), *pairs]
 
     got, program = run_lanes("moves", body, rows, 19)
     assert "llvm.call_intrinsic:llvm.amdgcn.update.dpp.i32" in program.kinds()
@@ -194,12 +194,12 @@ def test_readlane_and_ballot_speak_for_the_wave() -> None:
 # ---------------------------------------------------------------------- under a mask
 
 
-@isa.traced
+@gfx950.traced
 def in_a_branch(word: Any, limit: int) -> Any:
     """In lanes below ``limit`` of each 64: the first lane's word and the low half of the ballot."""
     first, votes = fx.Int32(-1), fx.Int32(-1)
     if (word & 63) < limit:
-        first = isa.uniform(word)
+        first = gfx950.uniform(word)
         held = fx.rocdl.ballot(fx.typing.T.i64, (word & 64) != 0)
         votes = fx.Int32(fx.Int64(held))
     return first, votes
@@ -222,12 +222,12 @@ def test_a_branch_s_first_lane_and_ballot_are_those_of_its_active_lanes() -> Non
             assert line == want
 
 
-@isa.traced
+@gfx950.traced
 def neighbour_in_a_branch(word: Any, lane: Any, limit: int) -> Any:
     """Lanes below ``limit`` read their xor-1 neighbour."""
     got = word
     if lane < limit:
-        got = isa.xor_in_row(word, 1)
+        got = gfx950.xor_in_row(word, 1)
     return got
 
 
@@ -394,11 +394,11 @@ def test_scaled_matrix_instruction(a: str, b: str, rows: int) -> None:
     assert same_accumulators(got, multiply(matrix_a, matrix_b, c, rows, depth), False)
 
 
-@isa.traced
+@gfx950.traced
 def matrix_in_a_branch(a: Any, b: Any, c: Any, lane: Any) -> Any:
     d = c
     if lane < 32:
-        d = isa.mfma_fp8(a, b, c)
+        d = gfx950.mfma_fp8(a, b, c)
     return d
 
 
@@ -407,7 +407,7 @@ def test_a_matrix_instruction_needs_all_its_lanes() -> None:
         a = fx.Int64(words[0])
         c = fx.Vector.filled(4, 0.0, fx.Float32)
         d = matrix_in_a_branch(a, a, c, fx.thread_idx.x % 64)
-        return [isa.float_bits(d[i]) for i in range(4)]
+        return [gfx950.float_bits(d[i]) for i in range(4)]
 
     with pytest.raises(PartialMask, match="mfma"):
         run_lanes("half_matrix", body, random_rows(64, 1, 8), 4)

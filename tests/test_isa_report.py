@@ -8,8 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from m3lab.build import build
-from m3lab.isa_report import (
+from m3lab.compile.isa import (
     CLASSES,
     IsaFigures,
     by_source,
@@ -22,6 +21,7 @@ from m3lab.isa_report import (
     peer_table,
     table,
 )
+from m3lab.compile.trace import build
 
 SMALL = Path(__file__).parent / "small_kernels"
 
@@ -48,7 +48,7 @@ BY_HAND = (
 	s_nop 0 ; not the kernel's: before its label
 by_hand:
 	.file	1 "m3lab/kernels" "select.py"
-	.file	2 "m3lab/kernels/router.py"
+	.file	2 "m3lab/kernels/moe/router.py"
 	s_load_dwordx2 s[0:1], s[2:3], 0x0
 	.loc	1 10 4 prologue_end
 	s_waitcnt lgkmcnt(0)
@@ -168,9 +168,9 @@ def test_instructions_are_shared_out_to_the_stages_source_files(three_loads):
 def test_an_instruction_belongs_to_the_last_position_before_it():
     frame = by_source(BY_HAND)
     assert frame.loc["(none)", "total"] == 1  # the scalar load before the first .loc
-    assert frame.loc["m3lab/kernels/select.py", "total"] == 3 + 8
-    assert frame.loc["m3lab/kernels/router.py", "total"] == 8
-    assert frame.loc["m3lab/kernels/router.py", "mfma"] == 2
+    assert frame.loc["m3lab/kernels/attention/select.py", "total"] == 3 + 8
+    assert frame.loc["m3lab/kernels/moe/router.py", "total"] == 8
+    assert frame.loc["m3lab/kernels/moe/router.py", "mfma"] == 2
 
 
 def test_assembly_without_line_tables_is_refused_by_source(three_loads):

@@ -14,7 +14,7 @@ from kernel_steps import (
     verified_rows,
 )
 
-from m3lab.formats import e4m3_decode
+from m3lab.model.formats import e4m3_decode
 
 RUNS = [four_rows, long_rows, one_row, pinned_row, verified_rows]
 ATTENTION = ("sparse_table", "sp_o", "sp_m", "sp_l", "attnq")

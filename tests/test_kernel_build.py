@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from m3lab.build import build
-from m3lab.isa_report import figures, peer_table, table
+from m3lab.compile.isa import figures, peer_table, table
+from m3lab.compile.trace import build
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
+from m3lab.kernels.plan import LDS_BYTES
 from m3lab.kernels.post_attn import build_post_attn_kernel, kernel_symbol, trace_args
-from m3lab.placement import LDS_BYTES
-from m3lab.shapes import CacheLayout, IndexHeads, ModelShape, RankShape
+from m3lab.model.shapes import CacheLayout, IndexHeads, ModelShape, RankShape
 
 MODEL = ModelShape()
 SPEC = {

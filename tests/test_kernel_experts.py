@@ -15,12 +15,12 @@ from expert_steps import (
 )
 
 from m3lab import step as driver
-from m3lab.formats import dequantize_mxfp8, quantize_mxfp8
-from m3lab.interpreter.clock import Clock
+from m3lab.clock.clock import Clock
+from m3lab.model.formats import dequantize_mxfp8, quantize_mxfp8
+from m3lab.model.weights import SHARED_TABLES
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import rel_l2
 from m3lab.reference.numerics import mx_values
-from m3lab.weights import SHARED_TABLES
 
 LIVE = [one_token, three_tokens, four_tokens, other_constants]
 STAGE_BOUND = 2e-3
@@ -179,7 +179,7 @@ def stamped(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_points_are_stamped_by_the_ctas_that_pass_them(tokens):
-    from m3lab.placement import Placement
+    from m3lab.kernels.plan import Placement
 
     at, step = stamped(tokens)
     place = Placement(step.shape, tokens, npes=1)

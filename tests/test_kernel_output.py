@@ -12,12 +12,11 @@ from kernel_steps import (
     verified_rows,
 )
 
-from m3lab.build import build
-from m3lab.formats import e4m3_decode
-from m3lab.interpreter.clock import Clock
+from m3lab.clock.clock import Clock
+from m3lab.compile.trace import build
 from m3lab.kernels.post_attn import build_post_attn_kernel, trace_args
-from m3lab.memory import Timeline
-from m3lab.step import DecodeStep, kernel_parameters
+from m3lab.model.formats import e4m3_decode
+from m3lab.step.step import DecodeStep, kernel_parameters
 
 
 @pytest.mark.parametrize("run", [four_rows, one_row, pinned_row, verified_rows])
@@ -121,13 +120,12 @@ def test_with_a_timeline_every_cta_writes_all_its_points():
     want = one_row()[1].ranks[0]
     step = DecodeStep(rank_shape(), 1, npes=1, context=300)
     step.prepare()
-    timeline = Timeline(step._memory, 256)
-    timeline._allocation.write(torch.full((256, 32), -1))
+    timeline = step._memory.alloc("tl", 256 * 32 * 8, rank=0)
+    timeline.write(torch.full((256, 32), -1))
     launcher = build_post_attn_kernel(**kernel_parameters(step), timeline=True)
     step.build = build(launcher, trace_args(), emit=("program",))
     arguments = step._ranks[0].arguments
     step._ranks[0].arguments = lambda: arguments() | {"tl": timeline.addr}
     got = step.run().ranks[0]
-    assert timeline.stamps().shape == (256, 32)
-    assert timeline.stamps().eq(0).all()
+    assert timeline.read(torch.int64, (256, 32)).eq(0).all()
     assert torch.equal(got.a, want.a)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from m3lab.build import build
+from m3lab.compile.trace import build
 from m3lab.interpreter import Launch, Memory, run
-from m3lab.memory import PeerBuffers
+from m3lab.layout.buffers import PeerBuffers
 
 SMALL = Path(__file__).parent / "small_kernels"
 

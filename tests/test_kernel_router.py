@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_steps import POOL, equal_scores, four_tokens, one_token, three_tokens
 
-from m3lab.formats import dequantize_mxfp8
+from m3lab.model.formats import dequantize_mxfp8
 
 LIVE = [one_token, three_tokens, four_tokens]
 

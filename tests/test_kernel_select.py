@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_steps import edge_rows, four_rows, long_rows, padded, pinned_row, verified_rows
 
-from m3lab.tuning import Tuning
+from m3lab.kernels.tuning import Tuning
 
 
 def blocks_of(step, table, row):

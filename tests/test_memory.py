@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from m3lab import memory as mm
 from m3lab.interpreter.memory import Memory
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.layout import buffers as mm
+from m3lab.model.shapes import ModelShape, RankShape
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512, max_context=1 << 16), 4)
 
@@ -186,17 +186,3 @@ def test_the_step_counter_counts_on_the_device(memory):
     assert device.read(torch.int32, (1,)).item() == 42
     with pytest.raises(ValueError, match="step must be in"):
         counter.set(1 << 24)
-
-
-def test_an_unstamped_timeline_is_zero(memory):
-    timeline = mm.Timeline(memory, blocks=12)
-    assert timeline.stamps().shape == (12, 32)
-    assert not bool(timeline.stamps().any())
-
-
-def test_k1_scratch_is_a_buffer_of_its_own(memory):
-    k1 = mm.K1Scratch(SMALL, memory)
-    assert k1.nbytes == mm.k1_scratch_bytes(SMALL)
-    k1.put("hdone", (2, 19), torch.ones(1, dtype=torch.int32), step=3, layer=0)
-    assert k1.view("hdone", step=3, layer=0)[1].nonzero().tolist() == [[2, 19]]
-    assert k1.view("x8")[0].shape == (16, 2048)

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from m3lab import memory_layout as ml
-from m3lab.shapes import TP_WIDTHS, ModelShape, RankShape
+from m3lab.layout import regions as ml
+from m3lab.model.shapes import TP_WIDTHS, ModelShape, RankShape
 
 SCRATCH_ORDER = [
     *("iscore", "sparse_table", "sp_o", "sp_m", "sp_l", "attnq", "attnq_s", "a", "xn8", "xsc"),
@@ -33,7 +33,6 @@ PAIRS_PER_TOKEN = {
 }
 BUFFERS = {
     "scratch": (ml.scratch_layout, ml.scratch_bytes),
-    "k1": (ml.k1_scratch_layout, ml.k1_scratch_bytes),
     "peer": (lambda s: ml.peer_layout(s, s.tp), lambda s: ml.peer_bytes(s, s.tp)),
 }
 
@@ -42,13 +41,6 @@ def test_tp4_totals_are_the_published_ones():
     shape = RankShape()
     assert ml.scratch_bytes(shape) == 3_767_808
     assert ml.peer_bytes(shape, 4) == 3_964_928
-
-
-def test_k1_offsets_are_the_published_ones():
-    k1 = ml.k1_scratch_layout(RankShape())
-    offsets = {name: region.offset for name, region in k1.items()}
-    assert offsets == {"qkv": 0, "x8": 376_832, "x8_s": 573_440, "hdone": 573_568, "rdone": 576_128}
-    assert ml.k1_scratch_bytes(RankShape()) == 576_256
 
 
 def test_scratch_regions_come_in_the_specified_order_and_size():
@@ -116,5 +108,5 @@ def test_a_peer_group_of_three_is_refused():
 
 
 def test_the_layout_needs_no_torch():
-    code = "import sys, m3lab.memory_layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, m3lab.layout.regions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

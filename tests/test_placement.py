@@ -2,8 +2,8 @@
 
 import pytest
 
-from m3lab.placement import LDS_BYTES, Placement
-from m3lab.shapes import MAX_TOKENS, ModelShape, RankShape
+from m3lab.kernels.plan import LDS_BYTES, Placement
+from m3lab.model.shapes import MAX_TOKENS, ModelShape, RankShape
 
 SHAPE = RankShape()
 SMALL = RankShape(ModelShape(hidden=2048))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from m3lab.formats import mx_scale_byte
+from m3lab.model.formats import mx_scale_byte
 from m3lab.reference.compare import blocks_agree, experts_agree, rel_l2, scale_bytes_agree
 
 

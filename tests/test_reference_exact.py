@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3lab.formats import dequantize_mxfp4
+from m3lab.model.formats import dequantize_mxfp4
+from m3lab.model.shapes import ModelShape
+from m3lab.model.weights import LayerWeights, random_layer
 from m3lab.reference import exact
 from m3lab.reference.compare import rel_l2
 from m3lab.reference.context import Row
-from m3lab.shapes import ModelShape
-from m3lab.weights import LayerWeights, random_layer
 
 SMALL = ModelShape(hidden=2048, q_heads=8, inter=128, shared_inter=128)
 BOUND = 1e-5

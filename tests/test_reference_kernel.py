@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from m3lab.formats import (
+from m3lab.model.formats import (
     dequantize_mxfp4,
     dequantize_mxfp8,
     e4m3_decode,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m3lab.caches import random_context
+from m3lab.model.context import random_context
+from m3lab.model.shapes import ModelShape, RankShape
+from m3lab.model.weights import LayerWeights, random_layer
 from m3lab.reference import exact
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import rel_l2
-from m3lab.shapes import ModelShape, RankShape
-from m3lab.weights import LayerWeights, random_layer
 
 MODEL = ModelShape(hidden=2048, q_heads=16, inter=1024, shared_inter=1024)
 ALARM = 1.2e-1  # model.md: kernel vs exact

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from m3lab import build
+from m3lab.compile import trace
 from m3lab.sweep import results
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ def imports_of(path):
     [
         ("kernels", ("torch", "m3lab.reference", "m3lab.interpreter", "m3lab.step")),
         ("reference", ("flydsl", "m3lab.kernels", "m3lab.interpreter", "m3lab.step")),
-        ("interpreter", ("m3lab.kernels", "m3lab.reference", "m3lab.shapes", "m3lab.step")),
+        ("interpreter", ("m3lab.kernels", "m3lab.reference", "m3lab.model.shapes", "m3lab.step")),
     ],
 )
 def test_arrows_point_down_only(folder, forbidden):
@@ -109,7 +109,7 @@ def test_the_launchers_argument_order_is_the_kernels():
 
 
 def build_sources(package):
-    return build._source_hashes(package)
+    return trace._source_hashes(package)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,8 @@ def build_sources(package):
         (build_sources, "kernels/stage.py"),
         (results.code_fingerprint.__wrapped__, "kernels/deep/er/stage.py"),
         (results.clock_fingerprint.__wrapped__, "interpreter/deep/er/op.py"),
-        (results.clock_fingerprint.__wrapped__, "parts/deep/part.yaml"),
+        (results.clock_fingerprint.__wrapped__, "clock/deep/er/op.py"),
+        (results.clock_fingerprint.__wrapped__, "clock/deep/part.yaml"),
     ],
 )
 def test_an_edit_in_a_sub_folder_changes_the_key(tmp_path, fingerprint, edited):
@@ -138,7 +139,7 @@ def test_every_kernel_source_is_in_the_build_key():
         p.relative_to(ROOT / "m3lab").as_posix() for p in (ROOT / "m3lab/kernels").rglob("*.py")
     }
     assert files
-    assert files <= set(build._source_hashes())
+    assert files <= set(trace._source_hashes())
 
 
 # --- notebooks ---

@@ -9,8 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from m3lab import ablation, plots, tables
-from m3lab.sweep import report
+from m3lab.report import ablation, html, plots, tables
 from m3lab.sweep.results import ResultsError, Run, load_run, read_rows, write_rows
 
 SAMPLE = Path(__file__).parent.parent / "results" / "sample"
@@ -59,16 +58,16 @@ def test_a_case_without_verdicts_is_counted_as_not_finished(sample):
     line = tables.verdict_line(cases)
     assert line.startswith(f"{len(cases) - 1} of {len(cases)} cases passed")
     assert line.endswith("1 cases did not finish")
-    assert report.banner(Run(sample.path, sample.meta, cases)).data.count("NOT PASSED") == 1
+    assert html.banner(Run(sample.path, sample.meta, cases)).data.count("NOT PASSED") == 1
 
 
 def test_cases_that_have_not_run_are_counted_and_change_the_banner(sample):
     some = Run(sample.path, sample.meta, sample.cases.iloc[:5].reset_index(drop=True))
-    text = report.banner(some).data
+    text = html.banner(some).data
     assert "PASSED" in text
     assert f"{len(sample.cases) - 5} cases of quick.yaml have not run" in text
-    assert report.GOOD in report.banner(sample).data
-    assert report.GOOD not in text
+    assert html.GOOD in html.banner(sample).data
+    assert html.GOOD not in text
 
 
 def test_the_worst_error_and_its_case_stand_in_the_accuracy_table(sample):
@@ -200,13 +199,13 @@ def test_a_run_with_no_finished_case_says_so_instead_of_drawing(sample):
 
 def test_a_run_of_one_case_of_one_token_has_its_report(folder):
     write_rows(folder, [r for r in read_rows(folder) if r["tokens"] == 1][:1])
-    text = report.make_report(folder).read_text()
+    text = html.make_report(folder).read_text()
     assert "1 token" in text
     assert "1 tokens" not in text
 
 
 def test_the_report_is_one_page_without_code_or_outside_references(folder):
-    page = report.make_report(folder, notebooks=["20_report"])
+    page = html.make_report(folder, notebooks=["20_report"])
     text = page.read_text()
     cases = load_run(folder).cases
     pictures = 6 + len(plots.time_figures(cases)) + len(tables.stamped(cases))
@@ -230,12 +229,12 @@ def test_the_previous_run_is_the_latest_finished_one_that_began_before(folder):
         (there / "run.json").write_text(json.dumps(meta))
         return there
 
-    assert report.previous_run(folder) is None
+    assert html.previous_run(folder) is None
     run("older", "2026-01-01T00:00:00+00:00", "x")
     latest = run("old", "2026-01-02T00:00:00+00:00", "x")
     run("killed", "2026-01-03T00:00:00+00:00", None)
     run("newer", "2099-01-01T00:00:00+00:00", "x")
-    assert report.previous_run(folder) == latest
+    assert html.previous_run(folder) == latest
 
 
 def test_a_report_of_a_run_with_crashed_cases_is_made_and_says_not_passed(folder):
@@ -247,7 +246,7 @@ def test_a_report_of_a_run_with_crashed_cases_is_made_and_says_not_passed(folder
         "error": "the case's process ended with code -9",
     }
     write_rows(folder, [*rows[1:], bad])
-    text = report.make_report(folder, notebooks=["20_report"]).read_text()
+    text = html.make_report(folder, notebooks=["20_report"]).read_text()
     assert "NOT PASSED" in text
     assert "ended with code -9" in text
 
@@ -268,28 +267,28 @@ def test_two_runs_are_compared_on_what_they_share(sample):
 
 
 def test_the_comparison_notebook_runs_on_a_run_and_the_one_before(folder):
-    report.make_report(folder, notebooks=["21_compare"])
+    html.make_report(folder, notebooks=["21_compare"])
     assert "builds they share" in (folder / "21_compare.ipynb").read_text()
 
 
 @pytest.mark.slow
 def test_a_report_without_any_finished_case_is_made(folder):
     write_rows(folder, [{**r, "status": "error", "verdicts": None} for r in read_rows(folder)])
-    text = report.make_report(folder, notebooks=["10_sweep_tokens", "20_report"]).read_text()
+    text = html.make_report(folder, notebooks=["10_sweep_tokens", "20_report"]).read_text()
     assert "nothing to draw" in text
 
 
 def test_a_notebook_that_fails_is_named_with_its_error(folder, tmp_path, monkeypatch):
-    source = json.loads((report.NOTEBOOK_DIR / "20_report.ipynb").read_text())
+    source = json.loads((html.NOTEBOOK_DIR / "20_report.ipynb").read_text())
     for cell in source["cells"]:
         if cell["cell_type"] == "code" and "parameters" not in cell["metadata"].get("tags", []):
             cell["source"] = ["raise KeyError('lost')"]
             break
     broken = tmp_path / "20_report.ipynb"
     broken.write_text(json.dumps(source))
-    monkeypatch.setattr(report, "NOTEBOOK_DIR", tmp_path)
+    monkeypatch.setattr(html, "NOTEBOOK_DIR", tmp_path)
     with pytest.raises(ResultsError, match=r"20_report.ipynb failed: KeyError: 'lost'"):
-        report.make_report(folder, notebooks=["20_report"])
+        html.make_report(folder, notebooks=["20_report"])
     assert not (folder / "report.html").exists()
 
 

@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from m3lab import plots, tables
-from m3lab.interpreter.clock import Hop
-from m3lab.sweep import report
+from m3lab.clock.clock import Hop
+from m3lab.report import html, plots, tables
 from m3lab.sweep.cases import packed
 from m3lab.sweep.results import HOUSE, Run, read_rows, write_rows
 
@@ -244,10 +243,10 @@ def test_a_run_without_a_clock_gets_a_sentence_for_a_figure(untimed):
 
 
 def test_the_note_links_to_what_the_model_gets_wrong_where_a_link_works(timed, tmp_path):
-    inside = report.time_note(Run(SAMPLE, {}, timed)).data
+    inside = html.time_note(Run(SAMPLE, {}, timed)).data
     assert "none is measured" in inside
     assert "(../../docs/model.md#what-it-gets-wrong-and-why)" in inside
-    outside = report.time_note(Run(tmp_path, {}, timed)).data
+    outside = html.time_note(Run(tmp_path, {}, timed)).data
     assert "`docs/model.md`" in outside
     assert ".." not in outside
     page = (HOUSE / "docs" / "model.md").read_text()
@@ -255,7 +254,7 @@ def test_the_note_links_to_what_the_model_gets_wrong_where_a_link_works(timed, t
 
 
 def test_the_report_shows_modelled_time_the_timeline_and_keeps_a_trace(folder):
-    text = report.make_report(folder, notebooks=["20_report"]).read_text()
+    text = html.make_report(folder, notebooks=["20_report"]).read_text()
     assert "Every time of this kernel is modelled, none is measured" in text
     assert "traces/s1_c8192_tp4_timeline.json.gz" in text
     kept = {p.stem for p in (folder / "figures").glob("*.svg")}
@@ -271,7 +270,7 @@ def test_the_report_shows_modelled_time_the_timeline_and_keeps_a_trace(folder):
 @pytest.mark.slow
 def test_the_report_of_rows_without_a_clock_says_that_there_is_no_time(folder, untimed):
     write_rows(folder, few(untimed_rows()))
-    text = report.make_report(folder, notebooks=["20_report"]).read_text()
+    text = html.make_report(folder, notebooks=["20_report"]).read_text()
     assert "No case of this run has a modelled time" in text
     assert "No case of this run has a timeline" in text
     assert "No case of this run turns a knob" in text
@@ -284,7 +283,7 @@ def test_a_comparison_tells_when_the_clock_changed_between_the_runs(folder):
     meta = json.loads((folder / "run.json").read_text())
     (older / "run.json").write_text(json.dumps(meta | {"start": "2020-01-01T00:00:00+00:00"}))
     write_rows(older, [row | {"modelled": nested("c0")} for row in few(timed_rows())])
-    report.make_report(folder, notebooks=["21_compare"])
+    html.make_report(folder, notebooks=["21_compare"])
     cells = json.loads((folder / "21_compare.ipynb").read_text())["cells"]
     shown = json.dumps([cell.get("outputs") for cell in cells])
     assert "The clock or its constants changed between the runs" in shown

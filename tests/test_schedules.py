@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("flydsl")
 
 from m3lab.interpreter import Memory
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.model.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep, StepResult
-from m3lab.verdicts import unequal_bits
+from m3lab.verify.verdicts import unequal_bits
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
 STAGES = ("attention", "output", "router", "experts")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from m3lab.shapes import TP_WIDTHS, CacheLayout, IndexHeads, ModelShape, RankShape
+from m3lab.model.shapes import TP_WIDTHS, CacheLayout, IndexHeads, ModelShape, RankShape
 
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m3lab import shuffle as sh
+from m3lab.layout import shuffle as sh
 
 PAIRS = {
     "weight": (sh.shuffle_weight, sh.unshuffle_weight, 16, 64),

@@ -8,23 +8,18 @@ import torch
 from reference_views import NoBuild, published
 
 from m3lab.interpreter import Memory
-from m3lab.shapes import CacheLayout, ModelShape, RankShape
-from m3lab.step import (
-    SPARE_BLOCKS,
-    DecodeStep,
-    StepInputs,
-    check_inputs,
-    check_pointers,
-)
+from m3lab.layout.shard import prepare
+from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.model.weights import random_layer
+from m3lab.step.step import SPARE_BLOCKS, DecodeStep, StepInputs, check_inputs, check_pointers
 from m3lab.verify import same_bits, verify
-from m3lab.weights import prepare, random_layer
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 4)
 
 
 @pytest.fixture(autouse=True)
 def _without_building(monkeypatch):
-    monkeypatch.setattr("m3lab.step.build_for", lambda step: NoBuild())
+    monkeypatch.setattr("m3lab.step.step.build_for", lambda step: NoBuild())
 
 
 def small(tokens=2, **options):
@@ -213,7 +208,7 @@ def result(right_step, right_result):
 @pytest.fixture(scope="module")
 def right_step():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("m3lab.step.build_for", lambda step: NoBuild())
+        patch.setattr("m3lab.step.step.build_for", lambda step: NoBuild())
         return DecodeStep(SMALL, 2, context=[2200, 300], npes=4).prepare()
 
 

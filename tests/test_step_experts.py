@@ -15,10 +15,10 @@ from kernel_steps import failures, with_residual
 pytest.importorskip("flydsl")
 
 from m3lab.interpreter import Memory
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.model.shapes import ModelShape, RankShape
+from m3lab.model.weights import random_layer
 from m3lab.step import DecodeStep, StepResult
-from m3lab.verdicts import unequal_bits
-from m3lab.weights import random_layer
+from m3lab.verify.verdicts import unequal_bits
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 4)
 TWO = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), 2)

@@ -225,8 +225,9 @@ def test_a_rows_modelled_time_and_stamps_are_those_of_the_step_itself(repetition
     pytest.importorskip("flydsl")
     import torch
 
-    from m3lab import DecodeStep, handoffs, tables
-    from m3lab.interpreter.clock import Clock
+    from m3lab import DecodeStep
+    from m3lab.clock.clock import Clock
+    from m3lab.report import handoffs, tables
     from m3lab.sweep.cases import run_case
 
     case = Case(
@@ -266,7 +267,7 @@ def test_without_a_clock_a_row_has_no_modelled_time():
 def test_stamps_of_several_ranks_come_back_as_they_were():
     import torch
 
-    from m3lab import tables
+    from m3lab.report import tables
     from m3lab.sweep.cases import packed
 
     ranks = [torch.randint(0, 1 << 30, (256, 32), generator=torch.Generator()) for _ in range(4)]
@@ -276,30 +277,27 @@ def test_stamps_of_several_ranks_come_back_as_they_were():
     assert tables.stamps({"npes": 4, "stamps": None}) == tables.stamps({"npes": 4}) == []
 
 
-def test_what_decides_a_row_is_in_the_codes_digest_and_what_looks_at_it_is_not(
-    tmp_path, monkeypatch
-):
+def test_what_decides_a_row_is_in_the_codes_digest_and_what_looks_at_it_is_not(tmp_path):
     names = {
         "in": (
-            "kernels/select.py",
-            "tuning.py",
-            "floors.py",
-            "parts/x.yaml",
-            "handoffs.py",
+            "kernels/attention/select.py",
+            "kernels/tuning.py",
+            "report/floors.py",
+            "clock/devices/x.yaml",
+            "report/handoffs.py",
             "sweep/cases.py",
         ),
-        "out": ("ablation.py", "timeline.py", "calibrate.py", "plots.py", "sweep/report.py"),
+        "out": ("report/ablation.py", "report/timeline.py", "report/html.py", "sweep/runner.py"),
     }
     for name in (*names["in"], *names["out"]):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    monkeypatch.setattr(results, "PACKAGE", tmp_path)
     digest = results.code_fingerprint.__wrapped__
     for kind, group in names.items():
         for name in group:
-            before = digest()
+            before = digest(tmp_path)
             (tmp_path / name).write_text("changed")
-            assert (digest() != before) == (kind == "in"), name
+            assert (digest(tmp_path) != before) == (kind == "in"), name
 
 
 def test_an_error_inside_a_case_is_a_row_not_an_exception(monkeypatch):

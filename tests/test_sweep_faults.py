@@ -144,7 +144,7 @@ def test_a_notebook_that_is_not_one_of_ours_is_refused_with_the_file(
 
 
 def test_a_report_of_a_run_without_a_row_says_that_there_is_nothing(params, tmp_path, at_once):
-    from m3lab.sweep.report import make_report
+    from m3lab.report.html import make_report
 
     folder = run(params, tmp_path).path
     (folder / "cases.parquet").unlink()
@@ -156,7 +156,7 @@ def test_a_report_of_a_run_without_a_row_says_that_there_is_nothing(params, tmp_
 def test_a_run_of_other_builds_or_a_broken_one_is_not_the_previous_run(
     params, tmp_path, at_once, change
 ):
-    from m3lab.sweep.report import previous_run
+    from m3lab.report.html import previous_run
 
     first = run(params, tmp_path, run="first").path
     second = run(params, tmp_path, run="second").path

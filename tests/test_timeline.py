@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from m3lab import timeline
-from m3lab.interpreter.clock import Hop
-from m3lab.placement import Placement
-from m3lab.shapes import RankShape
+from m3lab.clock.clock import Hop
+from m3lab.kernels.plan import Placement
+from m3lab.model.shapes import RankShape
+from m3lab.report import timeline
 
 
 def stamps(offset=0):
@@ -126,7 +126,7 @@ def test_waits_of_a_modelled_clock_say_nothing_about_measured_stamps():
 
 def test_every_point_of_the_kernel_has_a_stage_and_a_colour():
     pytest.importorskip("flydsl")
-    from m3lab.placement import TL_POINTS
+    from m3lab.kernels.plan import TL_POINTS
 
     assert set(timeline.POINTS) == set(range(TL_POINTS)) - {16}  # 16 is unused
     assert set(timeline.STAGES) == set(timeline.COLOURS)

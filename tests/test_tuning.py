@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import pytest
 
-from m3lab.placement import Placement
-from m3lab.shapes import ModelShape, RankShape
-from m3lab.tuning import Tuning
+from m3lab.kernels.plan import Placement
+from m3lab.kernels.tuning import Tuning
+from m3lab.model.shapes import ModelShape, RankShape
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
 MODEL = SMALL.model
@@ -115,7 +115,7 @@ def test_thresholds_are_where_the_tuning_says():
 @lru_cache
 def assembly(tokens, until=None, tuning=None):
     pytest.importorskip("flydsl")
-    from m3lab.build import build
+    from m3lab.compile.trace import build
     from m3lab.kernels.post_attn import build_post_attn_kernel, trace_args
 
     given = {} if tuning is None else {"tuning": tuning}
@@ -191,7 +191,7 @@ def test_a_turned_knob_alone_changes_no_bit(name, value, tokens):
 
 def assert_same(tokens, npes, **change):
     """All checks of the run and all verdicts hold, and every published bit is the default's."""
-    from m3lab.verdicts import unequal_bits
+    from m3lab.verify.verdicts import unequal_bits
 
     step, result = run(tokens, npes, **change)
     assert [v for v in step.verify(result) if not v.passed] == []
@@ -211,7 +211,7 @@ def test_all_knobs_turned_at_once_change_no_bit(tokens, npes):
 
 
 def test_an_earlier_owner_reduce_changes_no_bit():
-    from m3lab.verdicts import unequal_bits
+    from m3lab.verify.verdicts import unequal_bits
 
     step, result = run(5, 4, "output", owner_reduce_from=5)
     _, expected = default(5, 4, "output")
@@ -229,7 +229,7 @@ def test_an_earlier_owner_reduce_changes_no_bit():
 def stamped(tokens, until, **change):
     """{point: CTAs that passed it} of a solo launch with a modelled clock."""
     pytest.importorskip("flydsl")
-    from m3lab.interpreter.clock import Clock
+    from m3lab.clock.clock import Clock
 
     _, result = run(tokens, 1, until, timeline=True, clock=Clock(), **change)
     ticks = result.stamps[0]

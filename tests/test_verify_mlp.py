@@ -7,8 +7,8 @@ import pytest
 import torch
 from reference_views import NoBuild, published
 
+from m3lab.model.shapes import ModelShape, RankShape
 from m3lab.reference import exact
-from m3lab.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep, StepResult
 from m3lab.verify import verify
 
@@ -19,7 +19,7 @@ EIGHT = ModelShape(hidden=2048, inter=1024, shared_inter=1024)
 @pytest.fixture(scope="module", autouse=True)
 def _without_building():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("m3lab.step.build_for", lambda step: NoBuild())
+        patch.setattr("m3lab.step.step.build_for", lambda step: NoBuild())
         yield
 
 
@@ -108,7 +108,7 @@ def test_formats_move_the_result_by_some_percent_and_the_chain_by_nothing(four_r
 
 
 def test_the_exact_rows_of_all_ranks_are_the_exact_layers(four_ranks):
-    from m3lab.verify_mlp import _Exact, _Tables
+    from m3lab.verify.mlp import _Exact, _Tables
 
     a = torch.randn(2, MODEL.hidden)
     w = four_ranks.weights

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from m3lab import shuffle as sh
-from m3lab import weights as w
-from m3lab.formats import dequantize_mxfp8, e4m3_decode
 from m3lab.interpreter.memory import BASE, Memory
-from m3lab.shapes import TP_WIDTHS, IndexHeads, ModelShape, RankShape
+from m3lab.layout import shard
+from m3lab.layout import shuffle as sh
+from m3lab.model import weights as w
+from m3lab.model.formats import dequantize_mxfp8, e4m3_decode
+from m3lab.model.shapes import TP_WIDTHS, IndexHeads, ModelShape, RankShape
 
 SMALL = ModelShape(hidden=2048, q_heads=16, inter=1024, shared_inter=1024)
 EXPERTS = (3, 127)
@@ -60,7 +61,7 @@ def test_an_attention_layer_has_no_experts():
     assert layer.present == ()
     with pytest.raises(ValueError, match="holds no data"):
         layer.dequant("w13", 0)
-    assert w.prepare(layer, RankShape(SMALL), 0).w13 is None
+    assert shard.prepare(layer, RankShape(SMALL), 0).w13 is None
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_only_quantized_weights_dequantize(layer):
 # ------------------------------------------------------------------------------------- prepare
 
 
-def prepared(layer: w.LayerWeights, tp: int, **options) -> list[w.PreparedLayer]:
-    return [w.prepare(layer, RankShape(SMALL, tp), rank, **options) for rank in range(tp)]
+def prepared(layer: w.LayerWeights, tp: int, **options) -> list[shard.PreparedLayer]:
+    return [shard.prepare(layer, RankShape(SMALL, tp), rank, **options) for rank in range(tp)]
 
 
 @pytest.mark.parametrize("tp", TP_WIDTHS)
@@ -126,7 +127,7 @@ def test_the_fused_projection_holds_a_ranks_heads_in_order(layer, tp):
 
 def test_with_four_index_heads_every_rank_projects_all(layer):
     heads = IndexHeads(4, 2)
-    p = w.prepare(layer, RankShape(SMALL, 4), 2, heads=heads)
+    p = shard.prepare(layer, RankShape(SMALL, 4), 2, heads=heads)
     plain = sh.unshuffle_weight(p.w_qkv)
     n = (p.shape.q_heads + 2) * 128
     assert torch.equal(plain[n : n + 512], layer.w_iq)
@@ -153,7 +154,7 @@ def test_the_ranks_shards_of_an_expert_make_the_expert(layer, tp, expert):
 def test_tp_8_pads_the_down_scales_to_16_columns_of_nan():
     shape = RankShape(replace(SMALL, inter=3072, shared_inter=3072), 8)
     layer = w.random_layer(shape.model, experts=[0])
-    p = w.prepare(layer, shape, 1)
+    p = shard.prepare(layer, shape, 1)
     assert p.s2.shape == (129, 2048, 16)
     plain = sh.unshuffle_scale(p.s2[0])
     assert torch.equal(plain[:, :12], layer.s2[0][:, 12:24])
@@ -161,7 +162,7 @@ def test_tp_8_pads_the_down_scales_to_16_columns_of_nan():
 
 
 def test_absent_experts_scales_stay_nan_on_a_rank(layer):
-    p = w.prepare(layer, RankShape(SMALL, 4), 0)
+    p = shard.prepare(layer, RankShape(SMALL, 4), 0)
     assert bool((p.s13[4] == 0xFF).all())
     assert bool((p.s2[4] == 0xFF).all())
 
@@ -194,7 +195,7 @@ def test_mxfp8_shared_tables_leave_the_expert_tables(tp):
 
 def test_an_mxfp8_shared_expert_is_rounded_into_the_mxfp4_tables():
     layer = w.random_layer(SMALL, experts=[0], shared_fp8=True)
-    p = w.prepare(layer, RankShape(SMALL, 1), 0)
+    p = shard.prepare(layer, RankShape(SMALL, 1), 0)
     assert p.present == (0, 128)
     exact = layer.dequant("shared_w2")
     entry = (sh.unshuffle_weight(p.w2[128]), sh.unshuffle_scale(p.s2[128]))
@@ -205,7 +206,7 @@ def test_an_mxfp8_shared_expert_is_rounded_into_the_mxfp4_tables():
 def test_tp_4_tables_have_the_published_sizes():
     shape = RankShape()
     layer = w.random_layer(shape.model, experts=[0])
-    p = w.prepare(layer, shape, 3, shared_fp8=True)
+    p = shard.prepare(layer, shape, 3, shared_fp8=True)
     assert p.w13[0].numel() == 4_718_592
     assert p.w2[0].numel() == 2_359_296
     sizes = [getattr(p, name).numel() for name in w.SHARED_TABLES]
@@ -214,9 +215,9 @@ def test_tp_4_tables_have_the_published_sizes():
 
 def test_a_rank_or_a_shape_that_is_not_the_layers_is_refused(layer):
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.3, got 4"):
-        w.prepare(layer, RankShape(SMALL, 4), 4)
+        shard.prepare(layer, RankShape(SMALL, 4), 4)
     with pytest.raises(ValueError, match="not the rank shape's"):
-        w.prepare(layer, RankShape(tp=4), 0)
+        shard.prepare(layer, RankShape(tp=4), 0)
 
 
 # --------------------------------------------------------------------------------------- place
@@ -224,7 +225,7 @@ def test_a_rank_or_a_shape_that_is_not_the_layers_is_refused(layer):
 
 def test_placing_writes_only_the_experts_there_are(layer):
     memory = Memory(capacity=1 << 24)
-    p = w.prepare(layer, RankShape(SMALL, 4), 2)
+    p = shard.prepare(layer, RankShape(SMALL, 4), 2)
     placed = p.place(memory)
     a, size = placed["w13"], p.w13[0].numel()
     assert a.rank == 2
@@ -240,7 +241,7 @@ def test_placing_writes_only_the_experts_there_are(layer):
 
 def test_placing_mxfp8_tables_makes_their_pointer_array(layer):
     memory = Memory(capacity=1 << 24)
-    p = w.prepare(layer, RankShape(SMALL, 4), 0, shared_fp8=True)
+    p = shard.prepare(layer, RankShape(SMALL, 4), 0, shared_fp8=True)
     placed = p.place(memory, names=w.SHARED_TABLES)
     addresses = placed["sh_args"].read(torch.int64, (4,)).tolist()
     assert addresses == [placed[name].addr for name in w.SHARED_TABLES]

@@ -11,13 +11,7 @@ from typing import Any
 import torch
 
 from m3lab.interpreter import lds_access, taint
-from m3lab.interpreter.errors import (
-    Misaligned,
-    NonUniform,
-    OutOfBounds,
-    ProgramOrder,
-    StaleRead,
-)
+from m3lab.interpreter.errors import Misaligned, NonUniform, OutOfBounds, ProgramOrder, StaleRead
 from m3lab.interpreter.machine import LANES, Active, Machine
 from m3lab.interpreter.memory import BASE, Allocation, _Miss
 from m3lab.interpreter.ops import LANE
@@ -25,15 +19,7 @@ from m3lab.interpreter.ops.pointer import type_bytes
 from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.order import DEVICE, NONE, SYSTEM, Violation
 from m3lab.interpreter.prepare import machine_op
-from m3lab.interpreter.words import (
-    ELEMENTS,
-    alignment,
-    as_type,
-    as_words,
-    gather,
-    mark_as,
-    unit_of,
-)
+from m3lab.interpreter.words import ELEMENTS, alignment, as_type, as_words, gather, mark_as, unit_of
 
 _SC0, _SC1 = 1, 16
 _NO_LIMIT = 0xFFFFFFFF

@@ -12,14 +12,7 @@ from m3lab.interpreter.machine import Active, Machine
 from m3lab.interpreter.ops.pointer import type_bytes
 from m3lab.interpreter.ops.values import common_shape
 from m3lab.interpreter.program import Type
-from m3lab.interpreter.words import (
-    alignment,
-    as_type,
-    as_words,
-    gather,
-    mark_as,
-    unit_of,
-)
+from m3lab.interpreter.words import alignment, as_type, as_words, gather, mark_as, unit_of
 
 
 def _address(

@@ -15,18 +15,19 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr.typing import Int32, Int64
 
-from m3lab.kernels import attention, isa, output
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
-from m3lab.kernels.context import Build, Context, clear_stamps, flush_stamps, stamp
-from m3lab.kernels.experts import experts
-from m3lab.kernels.isa import const_expr
-from m3lab.kernels.mailbox import launch_tag
-from m3lab.kernels.router import router
-from m3lab.kernels.select_long import select_long
-from m3lab.kernels.wave import div, mod
-from m3lab.placement import THREADS, TL_POINTS, WAVE, Placement
-from m3lab.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
-from m3lab.tuning import Tuning
+from m3lab.kernels.attention import o_proj, split
+from m3lab.kernels.attention.select_long import select_long
+from m3lab.kernels.device import gfx950
+from m3lab.kernels.device.context import Build, Context, clear_stamps, flush_stamps, stamp
+from m3lab.kernels.device.gfx950 import const_expr
+from m3lab.kernels.device.mailbox import launch_tag
+from m3lab.kernels.device.wave import div, mod
+from m3lab.kernels.moe.per_token import experts
+from m3lab.kernels.moe.router import router
+from m3lab.kernels.plan import THREADS, TL_POINTS, WAVE, Placement
+from m3lab.kernels.tuning import Tuning
+from m3lab.model.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
 
 UNTIL = ("output", "router", "experts")  # the last is the whole kernel
 
@@ -178,10 +179,10 @@ def build_post_attn_kernel(
         clear_stamps(ctx)
         stamp(ctx, 0)
         select_long(ctx)  # 0, contexts past 512 blocks
-        attention.split(ctx)  # 0 and 1: a split task of any other context selects by itself
+        split.split(ctx)  # 0 and 1: a split task of any other context selects by itself
         stamp(ctx, 1)
-        attention.merge(ctx)  # 2b
-        output.project(ctx)  # 3
+        split.merge(ctx)  # 2b
+        o_proj.project(ctx)  # 3
         stamp(ctx, 4)
         if const_expr(build.last_stage >= UNTIL.index("router")):
             router(ctx)  # 4
@@ -291,10 +292,10 @@ def open_context(build: Build, smem: type, args: tuple) -> Context:
         tid=tid,
         bid=fx.block_idx.x,
         lane=lane,
-        wave=isa.uniform(div(tid, WAVE)),
+        wave=gfx950.uniform(div(tid, WAVE)),
         group=div(lane, 16),
         row=mod(lane, 16),
-        scratch=isa.buffer(named.scratch),
-        inbox=isa.buffer(named.sym),
-        tag=launch_tag(isa.load_constant(named.step), named.layer),
+        scratch=gfx950.buffer(named.scratch),
+        inbox=gfx950.buffer(named.sym),
+        tag=launch_tag(gfx950.load_constant(named.step), named.layer),
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3lab.formats import E4M3_MAX, bf16_round, e4m3_decode, e4m3_encode
+from m3lab.model.formats import E4M3_MAX, bf16_round, e4m3_decode, e4m3_encode
 from m3lab.reference.numerics import INV_E4M3_MAX, LOG2E, exp2, f32, rcp
 
 NEG = -3.4e38  # a masked score; seen in sp_m where a partition has no valid key

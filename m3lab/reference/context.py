@@ -1,7 +1,7 @@
 """What the references read of a request's caches, and a rank's share of the plain weights.
 
-A context is anything with a length and plain (unpaged) blocks of 128 keys; ``m3lab.caches`` makes
-random ones of any length, a block at a time. Nothing here knows pages, shuffles or devices.
+A context is anything with a length and plain (unpaged) blocks of 128 keys; ``m3lab.model.context``
+makes random ones of any length, a block at a time. Nothing here knows pages, shuffles or devices.
 """
 
 from __future__ import annotations

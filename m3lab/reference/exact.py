@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from m3lab.formats import dequantize_mxfp4, dequantize_ptpc, e4m3_decode
+from m3lab.model.formats import dequantize_mxfp4, dequantize_ptpc, e4m3_decode
+from m3lab.model.shapes import ModelShape
+from m3lab.model.weights import LayerWeights
 from m3lab.reference.context import Context, Row, gather, overlaid, step_rows
 from m3lab.reference.pre_attn import SCORE_CHUNK, rope_angles, score_scale
 from m3lab.reference.selection import SPARSE_BLOCK, select
 from m3lab.reference.shard import routed_tables
-from m3lab.shapes import ModelShape
-from m3lab.weights import LayerWeights
 
 
 class ExactContext(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from m3lab.formats import bf16_round, dequantize_mxfp8, quantize_mxfp8
+from m3lab.model.formats import bf16_round, dequantize_mxfp8, quantize_mxfp8
 from m3lab.reference.numerics import exp2, f32, matmul_t, mx_values, rcp
 from m3lab.reference.router import Route
 

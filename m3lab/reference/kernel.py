@@ -16,13 +16,7 @@ from m3lab.reference.attention import (
     split,
 )
 from m3lab.reference.context import Context, Inserted, Row, gather, step_rows
-from m3lab.reference.experts import (
-    expert_down,
-    expert_mid,
-    expert_mids,
-    expert_partial,
-    swiglu,
-)
+from m3lab.reference.experts import expert_down, expert_mid, expert_mids, expert_partial, swiglu
 from m3lab.reference.layer import (
     AttentionHalf,
     LayerStep,
@@ -57,13 +51,7 @@ from m3lab.reference.router import (
     router_scores,
     routing_key,
 )
-from m3lab.reference.selection import (
-    Selection,
-    context_blocks,
-    index_key,
-    select,
-    sparse_table,
-)
+from m3lab.reference.selection import Selection, context_blocks, index_key, select, sparse_table
 from m3lab.reference.shard import RankShard
 
 __all__ = [

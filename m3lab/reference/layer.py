@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m3lab.formats import bf16_round, quantize_mxfp8
+from m3lab.model.formats import bf16_round, quantize_mxfp8
+from m3lab.model.shapes import ModelShape, RankShape
+from m3lab.model.weights import LayerWeights
 from m3lab.reference.attention import SplitPartials, merge, split
 from m3lab.reference.context import Context, Inserted, Row, ZeroPage, gather, step_rows
 from m3lab.reference.experts import expert_mids, expert_partial
@@ -31,8 +33,6 @@ from m3lab.reference.pre_attn import (
 from m3lab.reference.router import Route, RouterScores, post_norm, route, router_scores
 from m3lab.reference.selection import TOPK_BLOCKS, Selection, select
 from m3lab.reference.shard import RankShard
-from m3lab.shapes import ModelShape, RankShape
-from m3lab.weights import LayerWeights
 
 StaticScales = tuple[float, float]  # a static-scale cache's K and V scale
 

@@ -1,8 +1,8 @@
 """Arithmetic of the references: hardware functions, ordered sums, matrix products.
 
-Formats and their codecs are ``m3lab.formats``; here every value is an fp32 tensor. The hardware's
-``exp2`` / ``rcp`` / ``rsq`` are modelled as correctly rounded (computed in fp64, rounded once),
-which the part misses by an ulp at most.
+Formats and their codecs are ``m3lab.model.formats``; here every value is an fp32 tensor. The
+hardware's ``exp2`` / ``rcp`` / ``rsq`` are modelled as correctly rounded (computed in fp64, rounded
+once), which the part misses by an ulp at most.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from m3lab.formats import E4M3_MAX, dequantize_mxfp4, dequantize_mxfp8, e4m3_decode
-from m3lab.shapes import MX_BLOCK
+from m3lab.model.formats import E4M3_MAX, dequantize_mxfp4, dequantize_mxfp8, e4m3_decode
+from m3lab.model.shapes import MX_BLOCK
 
 INV_E4M3_MAX = torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32)
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from m3lab.formats import bf16_round, e4m3_decode
+from m3lab.model.formats import bf16_round, e4m3_decode
 from m3lab.reference.numerics import e4m3_values, matmul_t
 
 

@@ -12,15 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3lab.formats import bf16_round, e4m3_decode, e4m3_encode, quantize_rows
-from m3lab.reference.numerics import (
-    e4m3_values,
-    f32,
-    fma,
-    matmul_t,
-    rsq,
-    sum_of_squares,
-)
+from m3lab.model.formats import bf16_round, e4m3_decode, e4m3_encode, quantize_rows
+from m3lab.reference.numerics import e4m3_values, f32, fma, matmul_t, rsq, sum_of_squares
 from m3lab.reference.selection import SPARSE_BLOCK
 
 WARP_OFFSETS = (16, 8, 4, 2, 1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from m3lab.formats import bf16_round
+from m3lab.model.formats import bf16_round
 from m3lab.reference.numerics import LOG2E, butterfly_sum, exp2, f32, fma, rcp, rsq
 
 THREADS = 512

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m3lab.shapes import RankShape
-from m3lab.weights import LayerWeights
+from m3lab.model.shapes import RankShape
+from m3lab.model.weights import LayerWeights
 
 ExpertTables = tuple[Tensor, Tensor, Tensor, Tensor]  # w13, s13, w2, s2
 

@@ -12,7 +12,7 @@ from typing import Any
 _HOME = {
     "sweep": "m3lab.sweep.runner",
     "load_run": "m3lab.sweep.results",
-    "make_report": "m3lab.sweep.report",
+    "make_report": "m3lab.report.html",
 }
 
 

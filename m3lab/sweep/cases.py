@@ -19,17 +19,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m3lab.placement import Placement
-from m3lab.shapes import CacheLayout, ModelShape, RankShape
+from m3lab.kernels.plan import Placement
+from m3lab.kernels.tuning import Tuning
+from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
 from m3lab.sweep.results import clock_fingerprint
-from m3lab.tuning import Tuning
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from m3lab.interpreter.clock import Clock
+    from m3lab.clock.clock import Clock
     from m3lab.step import DecodeStep, StepResult
-    from m3lab.verify import Verdict
+    from m3lab.verify.verdicts import Verdict
 
 BUILT_TOKENS = 4  # the narrow form's rows; wider builds come with the wide stages
 
@@ -192,9 +192,9 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def _measure(case: Case) -> dict[str, Any]:
-    from m3lab import isa_report
-    from m3lab.floors import step_floors
-    from m3lab.interpreter.clock import Clock
+    from m3lab.clock.clock import Clock
+    from m3lab.compile import isa
+    from m3lab.report.floors import step_floors
     from m3lab.step import DecodeStep, build_for
 
     began = time.perf_counter()
@@ -220,7 +220,7 @@ def _measure(case: Case) -> dict[str, Any]:
         result = step.run(clock=clock, **_checks(case))
         verdicts = step.verify(result)
         verdicts += [_repeated(step, result, i) for i in range(1, case.repetitions)]
-    figures = isa_report.figures_of(built)
+    figures = isa.figures_of(built)
     floors = step_floors(
         step.shape, step.seq_lens, step.npes, step.layout, _distinct_experts(step, result)
     )
@@ -268,7 +268,7 @@ def _times(clock: Clock | None) -> dict[str, Any]:
 def packed(stamps: Sequence[Tensor]) -> str | None:
     """Stamps of a step's ranks, int64 [blocks, points] each, as text: base64 of zlib of int32.
 
-    None where the build stamps nothing. ``m3lab.tables.stamps`` reads it back.
+    None where the build stamps nothing. ``m3lab.report.tables.stamps`` reads it back.
     """
     if not stamps:
         return None
@@ -279,9 +279,9 @@ def packed(stamps: Sequence[Tensor]) -> str | None:
 def packed_waits(step: DecodeStep, clock: Clock) -> str:
     """When each CTA waited for another one's words, as text: base64 of zlib of CSV.
 
-    ``m3lab.tables.waits`` reads it back.
+    ``m3lab.report.tables.waits`` reads it back.
     """
-    from m3lab import handoffs
+    from m3lab.report import handoffs
 
     text = handoffs.waits(handoffs.polls(step, clock)).to_csv(index=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from m3lab.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
+from m3lab.model.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
 from m3lab.sweep.cases import Case, changed_knobs
 
 BACKENDS = ("auto", "interpreter", "hip")
@@ -98,8 +98,8 @@ class _Strict(BaseModel):
 class Grid(_Strict):
     """Values per axis; the sweep runs their product. ``solo`` runs one rank with no peer.
 
-    ``tuning``: mappings of ``m3lab.tuning.Tuning``'s knobs, ``{}`` the defaults. ``timeline``: the
-    build stamps its timeline. ``clock``: the run takes modelled times.
+    ``tuning``: mappings of ``m3lab.kernels.tuning.Tuning``'s knobs, ``{}`` the defaults.
+    ``timeline``: the build stamps its timeline. ``clock``: the run takes modelled times.
     """
 
     tokens: Annotated[list[Tokens], Many] = [1]

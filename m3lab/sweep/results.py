@@ -45,10 +45,8 @@ VERSIONS_OF = (
 RUN_KEYS = {"run", "params_file", "parameters", "environment", "start", "end"}  # of run.json
 UNFINISHED = ".unfinished-"  # a file that is being written, before it is renamed
 # Files that look at results and decide none: a change in them does not make rows stale.
-LOOKING_ONLY = (
-    *("ablation.py", "calibrate.py", "cli.py", "doctor.py", "plots.py"),
-    *("tables.py", "timeline.py", "trace_check.py", "sweep/"),
-)
+DECIDING = ("sweep/cases.py", "report/floors.py", "report/handoffs.py")  # all the same
+LOOKING_ONLY = ("cli.py", "doctor.py", "report/", "sweep/")
 
 
 class ResultsError(ValueError):
@@ -198,9 +196,9 @@ def code_fingerprint(package: Path = PACKAGE) -> str:
     """Digest of the package's source that decides a row, the clock's constants included: rows of
     other code are run again."""
     digest = hashlib.sha256()
-    for path in sorted([*package.rglob("*.py"), *(package / "parts").rglob("*.yaml")]):
+    for path in sorted([*package.rglob("*.py"), *(package / "clock").rglob("*.yaml")]):
         name = path.relative_to(package).as_posix()
-        if not name.startswith(LOOKING_ONLY) or name in ("sweep/cases.py",):
+        if not name.startswith(LOOKING_ONLY) or name in DECIDING:
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
@@ -209,7 +207,7 @@ def code_fingerprint(package: Path = PACKAGE) -> str:
 def clock_fingerprint(package: Path = PACKAGE) -> str:
     """Digest of the interpreter and the clock's constants: times of other clocks compare badly."""
     digest = hashlib.sha256()
-    for folder, pattern in (("interpreter", "*.py"), ("parts", "*.yaml")):
+    for folder, pattern in (("interpreter", "*.py"), ("clock", "*.py"), ("clock", "*.yaml")):
         for path in sorted((package / folder).rglob(pattern)):
             name = path.relative_to(package).as_posix()
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")

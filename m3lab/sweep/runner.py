@@ -112,7 +112,7 @@ def _sweep_into(
     asked = [rows[case.key] for case in cases if case.key in rows]
     page = None
     if report and not interrupted and asked:
-        from m3lab.sweep.report import make_report
+        from m3lab.report.html import make_report
 
         page = make_report(folder, notebooks=given.notebooks or [])
     return SweepResult(folder, len(cases), asked, skipped, interrupted, page)

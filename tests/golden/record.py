@@ -15,36 +15,51 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from m3lab import isa_report
-from m3lab.interpreter.clock import Clock
-from m3lab.shapes import CacheLayout, RankShape
+from m3lab.clock.clock import Clock
+from m3lab.compile import isa
+from m3lab.kernels.tuning import Tuning
+from m3lab.model.shapes import CacheLayout, RankShape
 from m3lab.step import DecodeStep, StepResult, build_for
-from m3lab.tuning import Tuning
 
 RECORD = Path(__file__).with_name("record.json")
 STATIC = CacheLayout(static_scale=True)
 
 # name -> DecodeStep's options; each has its own build
 CASES = {
-    "s1_solo": dict(tokens=1, tp=4, npes=1, context=8192, until=None),
-    "s1_ranks": dict(tokens=1, tp=4, context=8192, until=None),
-    "s2_ranks": dict(tokens=2, tp=4, context=2049, until=None),
-    "s4_solo": dict(tokens=4, tp=4, npes=1, context=8192, until=None),
-    "s4_ranks_timeline": dict(tokens=4, tp=4, context=8192, until=None, timeline=True),
-    "s4_verify_padded": dict(tokens=4, tp=4, npes=1, q_len=2, pad_rows=2, context=300, until=None),
-    "s3_tp8_solo": dict(tokens=3, tp=8, npes=1, context=2048, until=None),
-    "s1_tp2_ranks": dict(tokens=1, tp=2, context=2049, until=None),
-    "s2_long_static": dict(tokens=2, tp=4, npes=1, context=65_537, layout=STATIC, until=None),
-    "s4_o_proj": dict(tokens=4, tp=4, context=100, until="output"),
-    "s1_router": dict(tokens=1, tp=4, npes=1, context=129, until="router"),
-    "s4_knobs": dict(
-        tokens=4,
-        tp=4,
-        npes=1,
-        context=2049,
-        until=None,
-        tuning=Tuning(score_copies=1, merge_in_output=True, shared_after_routing=False),
-    ),
+    "s1_solo": {"tokens": 1, "tp": 4, "npes": 1, "context": 8192, "until": None},
+    "s1_ranks": {"tokens": 1, "tp": 4, "context": 8192, "until": None},
+    "s2_ranks": {"tokens": 2, "tp": 4, "context": 2049, "until": None},
+    "s4_solo": {"tokens": 4, "tp": 4, "npes": 1, "context": 8192, "until": None},
+    "s4_ranks_timeline": {"tokens": 4, "tp": 4, "context": 8192, "until": None, "timeline": True},
+    "s4_verify_padded": {
+        "tokens": 4,
+        "tp": 4,
+        "npes": 1,
+        "q_len": 2,
+        "pad_rows": 2,
+        "context": 300,
+        "until": None,
+    },
+    "s3_tp8_solo": {"tokens": 3, "tp": 8, "npes": 1, "context": 2048, "until": None},
+    "s1_tp2_ranks": {"tokens": 1, "tp": 2, "context": 2049, "until": None},
+    "s2_long_static": {
+        "tokens": 2,
+        "tp": 4,
+        "npes": 1,
+        "context": 65_537,
+        "layout": STATIC,
+        "until": None,
+    },
+    "s4_o_proj": {"tokens": 4, "tp": 4, "context": 100, "until": "output"},
+    "s1_router": {"tokens": 1, "tp": 4, "npes": 1, "context": 129, "until": "router"},
+    "s4_knobs": {
+        "tokens": 4,
+        "tp": 4,
+        "npes": 1,
+        "context": 2049,
+        "until": None,
+        "tuning": Tuning(score_copies=1, merge_in_output=True, shared_after_routing=False),
+    },
 }
 
 
@@ -54,7 +69,7 @@ def record_of(name: str) -> dict[str, object]:
     shape = RankShape(tp=options.pop("tp"))
     step = DecodeStep(shape, **options)
     built = build_for(step, emit=("program", "asm", "size"))
-    figures = asdict(isa_report.figures_of(built))
+    figures = asdict(isa.figures_of(built))
     figures.pop("name")
     clock = Clock()
     with step.prepare():

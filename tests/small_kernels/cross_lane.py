@@ -6,7 +6,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr.typing import Int64
 
-from m3lab.kernels import isa, wave
+from m3lab.kernels.device import gfx950, wave
 
 OFFSETS = tuple(range(1, 64))
 ORDER = (16, 1, 32, 4, 2, 8)
@@ -23,14 +23,14 @@ def cross_lane(words: Int64, floats: Int64, out: Int64, sums: Int64, tops: Int64
     tid = fx.thread_idx.x
     lane = tid % 64
     ctx = SimpleNamespace(
-        lds=SimpleNamespace(red=lds.red.ptr), lane=lane, wave=isa.uniform(tid // 64)
+        lds=SimpleNamespace(red=lds.red.ptr), lane=lane, wave=gfx950.uniform(tid // 64)
     )
-    word = isa.load(isa.buffer(words), tid * 4)
-    x = isa.bits_float(isa.load(isa.buffer(floats), tid * 4))
+    word = gfx950.load(gfx950.buffer(words), tid * 4)
+    x = gfx950.bits_float(gfx950.load(gfx950.buffer(floats), tid * 4))
     for i in fx.range_constexpr(len(OFFSETS)):
-        isa.store(isa.buffer(out), (i * 512 + tid) * 4, wave.xor_lane(word, OFFSETS[i]))
-    isa.store(isa.buffer(sums), tid * 4, isa.float_bits(wave.butterfly(x, ORDER)))
-    isa.store(isa.buffer(tops), tid * 4, isa.float_bits(wave.block_max(x, ctx)))
+        gfx950.store(gfx950.buffer(out), (i * 512 + tid) * 4, wave.xor_lane(word, OFFSETS[i]))
+    gfx950.store(gfx950.buffer(sums), tid * 4, gfx950.float_bits(wave.butterfly(x, ORDER)))
+    gfx950.store(gfx950.buffer(tops), tid * 4, gfx950.float_bits(wave.block_max(x, ctx)))
 
 
 @flyc.jit

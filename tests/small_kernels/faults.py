@@ -11,8 +11,8 @@ from flydsl._mlir.dialects import rocdl as raw_rocdl
 from flydsl.expr import const_expr, rocdl
 from flydsl.expr.typing import Int32, Int64, T, as_ir_value
 
-from m3lab.kernels import isa
-from m3lab.kernels.isa import traced
+from m3lab.kernels.device import gfx950
+from m3lab.kernels.device.gfx950 import traced
 
 THREADS, CTAS, LDS_WORDS = 128, 4, 256
 FAULTS = {}
@@ -42,12 +42,12 @@ def kernel(name, body):
     return launch
 
 
-def word_of(a, index, cache=isa.CACHED):
-    return isa.load(isa.buffer(a), index * 4, cache=cache)
+def word_of(a, index, cache=gfx950.CACHED):
+    return gfx950.load(gfx950.buffer(a), index * 4, cache=cache)
 
 
-def put(b, index, value, cache=isa.CACHED):
-    isa.store(isa.buffer(b), index * 4, value, cache=cache)
+def put(b, index, value, cache=gfx950.CACHED):
+    gfx950.store(gfx950.buffer(b), index * 4, value, cache=cache)
 
 
 def everyone():
@@ -55,11 +55,11 @@ def everyone():
 
 
 @traced
-def wait_for(address, index, value, cache=isa.DEVICE):
+def wait_for(address, index, value, cache=gfx950.DEVICE):
     """Spin until word ``index`` is ``value``."""
-    isa.spin(
+    gfx950.spin(
         [1],
-        lambda: [isa.load(isa.buffer(address), index * 4, cache=cache)],
+        lambda: [gfx950.load(gfx950.buffer(address), index * 4, cache=cache)],
         lambda got: got[0] != value,
     )
 
@@ -78,7 +78,7 @@ def past_the_end(buggy):
 @fault
 def misaligned(buggy):
     def body(a, b, n, lds):
-        x = isa.load(isa.buffer(a), (everyone() >> 1) * 4 + (2 if buggy else 0))
+        x = gfx950.load(gfx950.buffer(a), (everyone() >> 1) * 4 + (2 if buggy else 0))
         put(b, everyone(), x)
 
     return body
@@ -89,7 +89,9 @@ def nowhere(buggy):
     """A bounded buffer of zero records may have any base; an unbounded one may not."""
 
     def body(a, b, n, lds):
-        x = isa.load(isa.buffer(fx.Int64(4096), None if buggy else fx.Int64(0)), everyone() * 4)
+        x = gfx950.load(
+            gfx950.buffer(fx.Int64(4096), None if buggy else fx.Int64(0)), everyone() * 4
+        )
         put(b, everyone(), x)
 
     return body
@@ -98,7 +100,7 @@ def nowhere(buggy):
 @fault
 def past_lds(buggy):
     def body(a, b, n, lds):
-        isa.lds_store(lds, fx.thread_idx.x + n * (2 if buggy else 1), everyone())
+        gfx950.lds_store(lds, fx.thread_idx.x + n * (2 if buggy else 1), everyone())
 
     return body
 
@@ -164,10 +166,10 @@ def undefined_stored(buggy):
 @fault
 def unwritten_lds(buggy):
     def body(a, b, n, lds):
-        isa.lds_store(lds, fx.thread_idx.x, everyone())
-        isa.barrier()
+        gfx950.lds_store(lds, fx.thread_idx.x, everyone())
+        gfx950.barrier()
         other = fx.thread_idx.x + (1 if buggy else 0)
-        put(b, everyone(), isa.lds_load(lds, other))
+        put(b, everyone(), gfx950.lds_load(lds, other))
 
     return body
 
@@ -193,7 +195,7 @@ def partial_barrier(buggy):
     @traced
     def body(a, b, n, lds):
         if fx.thread_idx.x < (64 if buggy else 128):
-            isa.barrier()
+            gfx950.barrier()
 
     return body
 
@@ -203,7 +205,7 @@ def barrier_under_lanes(buggy):
     @traced
     def body(a, b, n, lds):
         if (fx.thread_idx.x % 2 == 0) if const_expr(buggy) else (fx.block_idx.x % 2 == 0):
-            isa.barrier()
+            gfx950.barrier()
 
     return body
 
@@ -214,8 +216,8 @@ def partial_mfma(buggy):
     def body(a, b, n, lds):
         zero = fx.Int64(0)
         if fx.thread_idx.x < (32 if buggy else 64):
-            c = isa.mfma_fp8(zero, zero, fx.Vector.filled(4, 1.0, fx.Float32))
-            put(b, everyone(), isa.float_bits(c[0]))
+            c = gfx950.mfma_fp8(zero, zero, fx.Vector.filled(4, 1.0, fx.Float32))
+            put(b, everyone(), gfx950.float_bits(c[0]))
 
     return body
 
@@ -224,7 +226,7 @@ def partial_mfma(buggy):
 def lane_wise_descriptor(buggy):
     def body(a, b, n, lds):
         step = fx.thread_idx.x if buggy else fx.block_idx.x
-        x = isa.load(isa.buffer(a + fx.Int64(step * 4)), fx.Int32(0))
+        x = gfx950.load(gfx950.buffer(a + fx.Int64(step * 4)), fx.Int32(0))
         put(b, everyone(), x)
 
     return body
@@ -237,10 +239,10 @@ def lane_wise_descriptor(buggy):
 def race_write_read(buggy):
     @traced
     def body(a, b, n, lds):
-        isa.lds_store(lds, fx.thread_idx.x, everyone())
+        gfx950.lds_store(lds, fx.thread_idx.x, everyone())
         if const_expr(not buggy):
-            isa.barrier()
-        put(b, everyone(), isa.lds_load(lds, fx.thread_idx.x ^ 64))
+            gfx950.barrier()
+        put(b, everyone(), gfx950.lds_load(lds, fx.thread_idx.x ^ 64))
 
     return body
 
@@ -249,12 +251,12 @@ def race_write_read(buggy):
 def race_read_write(buggy):
     @traced
     def body(a, b, n, lds):
-        isa.lds_store(lds, fx.thread_idx.x, everyone())
-        isa.barrier()
-        x = isa.lds_load(lds, fx.thread_idx.x ^ 64)
+        gfx950.lds_store(lds, fx.thread_idx.x, everyone())
+        gfx950.barrier()
+        x = gfx950.lds_load(lds, fx.thread_idx.x ^ 64)
         if const_expr(not buggy):
-            isa.barrier()
-        isa.lds_store(lds, fx.thread_idx.x, x + 1)
+            gfx950.barrier()
+        gfx950.lds_store(lds, fx.thread_idx.x, x + 1)
 
     return body
 
@@ -265,7 +267,7 @@ def race_write_write(buggy):
 
     def body(a, b, n, lds):
         wave = fx.thread_idx.x // 64
-        isa.lds_store(lds, fx.thread_idx.x % 64, wave if buggy else fx.block_idx.x + 7)
+        gfx950.lds_store(lds, fx.thread_idx.x % 64, wave if buggy else fx.block_idx.x + 7)
 
     return body
 
@@ -278,9 +280,9 @@ def same_value_twice(buggy):
     def body(a, b, n, lds):
         wave = fx.thread_idx.x // 64
         if wave == 0:
-            isa.lds_store(lds, fx.thread_idx.x % 64, n)
+            gfx950.lds_store(lds, fx.thread_idx.x % 64, n)
         if wave == 1:
-            isa.lds_store(lds, fx.thread_idx.x % 64, n + 1 if buggy else n)
+            gfx950.lds_store(lds, fx.thread_idx.x % 64, n + 1 if buggy else n)
 
     return body
 
@@ -291,10 +293,10 @@ def race_wide(buggy):
 
     @traced
     def body(a, b, n, lds):
-        isa.lds_store(lds, fx.thread_idx.x, everyone())
+        gfx950.lds_store(lds, fx.thread_idx.x, everyone())
         if const_expr(not buggy):
-            isa.barrier()
-        four = isa.lds_load(lds, fx.thread_idx.x % 32 * 4, 4)
+            gfx950.barrier()
+        four = gfx950.lds_load(lds, fx.thread_idx.x % 32 * 4, 4)
         put(b, everyone(), four[0] + four[3])
 
     return body
@@ -313,14 +315,14 @@ def hand_off(b, n, data_cache, wait, flag_seen, read_cache, acquire=False, relea
             fx.memory_fence(syncscope="agent", ordering=fx.AtomicOrdering.Release)
         if const_expr(wait):
             rocdl.s_waitcnt(vmcnt=0)
-        isa.barrier()
+        gfx950.barrier()
         if tid == 0:
-            put(b, fx.Int32(0), n, isa.DEVICE)
+            put(b, fx.Int32(0), n, gfx950.DEVICE)
     if fx.block_idx.x == 1:
         if const_expr(flag_seen):
             if tid < 64:
                 wait_for(b, fx.Int32(0), n)
-            isa.barrier()
+            gfx950.barrier()
         if const_expr(acquire):
             fx.memory_fence(syncscope="agent", ordering=fx.AtomicOrdering.Acquire)
         put(b, 512 + tid, word_of(b, 256 + tid, read_cache))
@@ -328,7 +330,7 @@ def hand_off(b, n, data_cache, wait, flag_seen, read_cache, acquire=False, relea
 
 def _handing(buggy, **fault):
     good = {
-        "data_cache": isa.DEVICE, "wait": True, "flag_seen": True, "read_cache": isa.DEVICE,
+        "data_cache": gfx950.DEVICE, "wait": True, "flag_seen": True, "read_cache": gfx950.DEVICE,
     }  # fmt: skip
 
     def body(a, b, n, lds):
@@ -340,13 +342,13 @@ def _handing(buggy, **fault):
 @fault
 def stale_load(buggy):
     """The data is read through a cache."""
-    return _handing(buggy, read_cache=isa.CACHED)
+    return _handing(buggy, read_cache=gfx950.CACHED)
 
 
 @fault
 def stale_store(buggy):
     """The data is stored into a cache and not released."""
-    return _handing(buggy, data_cache=isa.CACHED)
+    return _handing(buggy, data_cache=gfx950.CACHED)
 
 
 @fault
@@ -367,7 +369,7 @@ def fences(buggy):
 
     def body(a, b, n, lds):
         hand_off(
-            b, n, data_cache=isa.CACHED, wait=False, flag_seen=True, read_cache=isa.CACHED,
+            b, n, data_cache=gfx950.CACHED, wait=False, flag_seen=True, read_cache=gfx950.CACHED,
             release=True, acquire=not buggy,
         )  # fmt: skip
 
@@ -382,17 +384,17 @@ def wave_ahead(buggy):
     def body(a, b, n, lds):
         tid = fx.thread_idx.x
         if fx.block_idx.x == 0:
-            put(b, 256 + tid, tid * 3 + n, isa.DEVICE)
-            isa.release_stores()
-            isa.barrier()
+            put(b, 256 + tid, tid * 3 + n, gfx950.DEVICE)
+            gfx950.release_stores()
+            gfx950.barrier()
             if tid == 0:
-                put(b, fx.Int32(0), n, isa.DEVICE)
+                put(b, fx.Int32(0), n, gfx950.DEVICE)
         if fx.block_idx.x == 1:
             if tid < 64:
                 wait_for(b, fx.Int32(0), n)
             if const_expr(not buggy):
-                isa.barrier()
-            put(b, 512 + tid, word_of(b, 256 + tid, isa.DEVICE))
+                gfx950.barrier()
+            put(b, 512 + tid, word_of(b, 256 + tid, gfx950.DEVICE))
 
     return body
 
@@ -405,21 +407,21 @@ def relay(buggy):
     def body(a, b, n, lds):
         tid = fx.thread_idx.x
         if fx.block_idx.x == 0:
-            put(b, 256 + tid, tid * 3 + n, isa.DEVICE)
-            isa.release_stores()
-            isa.barrier()
+            put(b, 256 + tid, tid * 3 + n, gfx950.DEVICE)
+            gfx950.release_stores()
+            gfx950.barrier()
             if tid == 0:
-                put(b, fx.Int32(0), n, isa.DEVICE)
+                put(b, fx.Int32(0), n, gfx950.DEVICE)
         if fx.block_idx.x == 1:
             if const_expr(not buggy):
                 wait_for(b, fx.Int32(0), n)
-                isa.barrier()
+                gfx950.barrier()
             if tid == 0:
-                put(b, fx.Int32(1), n, isa.DEVICE)
+                put(b, fx.Int32(1), n, gfx950.DEVICE)
         if fx.block_idx.x == 2:
             wait_for(b, fx.Int32(1), n)
-            isa.barrier()
-            put(b, 512 + tid, word_of(b, 256 + tid, isa.DEVICE))
+            gfx950.barrier()
+            put(b, 512 + tid, word_of(b, 256 + tid, gfx950.DEVICE))
 
     return body
 
@@ -432,11 +434,11 @@ def later_writer(buggy):
     def body(a, b, n, lds):
         before, after = (fx.Int32(2), fx.Int32(0)) if buggy else (fx.Int32(0), fx.Int32(2))
         if fx.block_idx.x == before:
-            put(b, before, n, isa.DEVICE)
+            put(b, before, n, gfx950.DEVICE)
         if fx.block_idx.x == 1:
             wait_for(b, fx.Int32(0), n)
         if fx.block_idx.x == after:
-            put(b, after, n, isa.DEVICE)
+            put(b, after, n, gfx950.DEVICE)
 
     return body
 
@@ -446,7 +448,7 @@ def never_written(buggy):
     @traced
     def body(a, b, n, lds):
         if fx.block_idx.x == 0:
-            put(b, fx.Int32(0), n, isa.DEVICE)
+            put(b, fx.Int32(0), n, gfx950.DEVICE)
         if fx.block_idx.x == 1:
             wait_for(b, fx.Int32(4 if buggy else 0), n)
 
@@ -468,8 +470,8 @@ def unknown(buggy):
 @fault
 def makes_nan(buggy):
     def body(a, b, n, lds):
-        x = isa.f32(everyone())
+        x = gfx950.f32(everyone())
         y = x if buggy else x + 1.0
-        put(b, everyone(), isa.float_bits(x / y))
+        put(b, everyone(), gfx950.float_bits(x / y))
 
     return body

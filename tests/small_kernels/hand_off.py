@@ -4,9 +4,9 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr.typing import Int32, Int64
 
-from m3lab.kernels import isa
-from m3lab.kernels.isa import traced
-from m3lab.kernels.mailbox import Box, Request, launch_tag, poll, put, put_bf, put_words
+from m3lab.kernels.device import gfx950
+from m3lab.kernels.device.gfx950 import traced
+from m3lab.kernels.device.mailbox import Box, Request, launch_tag, poll, put, put_bf, put_words
 
 THREADS = 128  # two waves: with one the barrier would be no instruction
 PAIRS, BULK, FLAG = 0, 16384, 20480  # byte offsets of the regions
@@ -20,16 +20,16 @@ class SharedMemory:
 
 @traced
 def give(tid, box, flag, buffer, tag, seed, row):
-    x = isa.f32(tid + seed) * 0.25
+    x = gfx950.f32(tid + seed) * 0.25
     put(tag, box, tid, x)
     put_words(tag, box, WORDS + 2 * tid, [tid * 7, tid - 100])
     put_bf(tag, box, 2 * (FLOATS + 2 * tid), [x, x + 1.0, x + 2.0, x + 3.0])
-    isa.lds_store(row, tid, tid * 3 + seed)
-    isa.barrier()
+    gfx950.lds_store(row, tid, tid * 3 + seed)
+    gfx950.barrier()
     last = fx.Int32(THREADS - 1) - tid  # another wave's word
-    isa.store(buffer, last * 4, isa.lds_load(row, last), base=BULK, cache=isa.DEVICE)
-    isa.release_stores()
-    isa.barrier()
+    gfx950.store(buffer, last * 4, gfx950.lds_load(row, last), base=BULK, cache=gfx950.DEVICE)
+    gfx950.release_stores()
+    gfx950.barrier()
     if tid == 0:
         put_words(tag, flag, 0, [seed])
 
@@ -40,18 +40,18 @@ def take(tid, box, flag, buffer, tag, out):
     got += poll(tag, [Request(box, FLOATS + 2 * tid, 2)])
     words = [word for request in got for word in request]
     poll(tag, [Request(flag, 0)])
-    isa.acquire()
-    words.append(isa.load(buffer, tid * 4, base=BULK, cache=isa.DEVICE))
+    gfx950.acquire()
+    words.append(gfx950.load(buffer, tid * 4, base=BULK, cache=gfx950.DEVICE))
     for i in fx.range_constexpr(len(words)):
-        isa.store(isa.buffer(out), (i * THREADS + tid) * 4, words[i])
+        gfx950.store(gfx950.buffer(out), (i * THREADS + tid) * 4, words[i])
 
 
 @traced
 def exchange(memory, out, step, layer, seed):
     tid = fx.thread_idx.x
     row = fx.SharedAllocator().allocate(SharedMemory).peek().row.ptr
-    buffer = isa.buffer(memory)
-    box, flag = Box(buffer, PAIRS, isa.DEVICE), Box(buffer, FLAG, isa.DEVICE)
+    buffer = gfx950.buffer(memory)
+    box, flag = Box(buffer, PAIRS, gfx950.DEVICE), Box(buffer, FLAG, gfx950.DEVICE)
     tag = launch_tag(step, layer)
     if fx.block_idx.x == 0:
         give(tid, box, flag, buffer, tag, seed, row)

@@ -6,10 +6,10 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr.typing import Int32, Int64
 
-from m3lab.kernels import allreduce, isa
-from m3lab.kernels.mailbox import launch_tag
-from m3lab.memory_layout import peer_layout
-from m3lab.shapes import ModelShape, RankShape
+from m3lab.kernels.device import allreduce, gfx950
+from m3lab.kernels.device.mailbox import launch_tag
+from m3lab.layout.regions import peer_layout
+from m3lab.model.shapes import ModelShape, RankShape
 
 THREADS = 64
 RANKS = 4
@@ -28,16 +28,16 @@ def rank_sum(mine: Int64, out: Int64, inbox: Int64, peers: Int64, rank: Int32, s
     ctx = SimpleNamespace(
         build=SimpleNamespace(npes=RANKS, shape=SHAPE, peer_regions=peer_layout(SHAPE, RANKS)),
         args=SimpleNamespace(peers=peers, rank=rank),
-        inbox=isa.buffer(inbox),
+        inbox=gfx950.buffer(inbox),
         tag=launch_tag(step, 3),
     )
-    words = isa.load(isa.buffer(mine), tid * 8, 2)
-    pair = [isa.bits_float(words[i]) for i in range(2)]
+    words = gfx950.load(gfx950.buffer(mine), tid * 8, 2)
+    pair = [gfx950.bits_float(words[i]) for i in range(2)]
     for address in allreduce.request_peers(ctx):
         allreduce.push(ctx, allreduce.inbox_at(address), "ffn", 2, 2 * tid, pair)
     sums = allreduce.rank_sum(ctx, "ffn", 2, 2 * tid)
-    words = fx.Vector.from_elements([isa.float_bits(x) for x in sums], fx.Int32)
-    isa.store(isa.buffer(out), tid * 8, words)
+    words = fx.Vector.from_elements([gfx950.float_bits(x) for x in sums], fx.Int32)
+    gfx950.store(gfx950.buffer(out), tid * 8, words)
 
 
 @flyc.jit

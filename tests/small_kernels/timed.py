@@ -8,8 +8,8 @@ import flydsl.expr as fx
 from flydsl.expr import range_constexpr
 from small_kernels.faults import LDS_WORDS, everyone, put, wait_for, word_of
 
-from m3lab.kernels import isa
-from m3lab.kernels.isa import const_expr, traced
+from m3lab.kernels.device import gfx950
+from m3lab.kernels.device.gfx950 import const_expr, traced
 
 STAMPS = 0  # byte offset in b
 WORDS = 1024  # first word that the bodies use otherwise
@@ -35,10 +35,10 @@ def work(x, steps):
 def stamp(b, place):
     """Each wave's clock, one lane writing."""
     tid = fx.thread_idx.x
-    now = isa.clock()
+    now = gfx950.clock()
     if tid % 64 == 0:
         slot = fx.block_idx.x * 8 + place * 2 + tid // 64
-        isa.store_i64(b + isa.i64(slot * 8), now)
+        gfx950.store_i64(b + gfx950.i64(slot * 8), now)
 
 
 @body
@@ -70,8 +70,8 @@ def waves_meet(steps):
         y = everyone() + n
         if fx.thread_idx.x >= 64:
             y = work(y, steps)
-            isa.lds_store(lds, fx.thread_idx.x, y)
-        isa.barrier()
+            gfx950.lds_store(lds, fx.thread_idx.x, y)
+        gfx950.barrier()
         stamp(b, 1)
 
     return run
@@ -88,10 +88,10 @@ def relay(ctas, steps):
                 if const_expr(k > 0):
                     wait_for(b, fx.Int32(WORDS + 64 * (k - 1)), n)
                 if const_expr(k == 0):
-                    isa.lds_store(lds, fx.thread_idx.x, work(everyone() + n, steps))
+                    gfx950.lds_store(lds, fx.thread_idx.x, work(everyone() + n, steps))
                 stamp(b, 0)
                 if fx.thread_idx.x == 0:
-                    put(b, fx.Int32(WORDS + 64 * k), n, isa.DEVICE)
+                    put(b, fx.Int32(WORDS + 64 * k), n, gfx950.DEVICE)
 
     return run
 
@@ -106,9 +106,9 @@ def to_a_peer():
             if n == 0:
                 stamp(b, 0)
                 if fx.thread_idx.x == 0:
-                    put(a, fx.Int32(0), fx.Int32(5), isa.SYSTEM)
+                    put(a, fx.Int32(0), fx.Int32(5), gfx950.SYSTEM)
             if n == 1:
-                wait_for(a, fx.Int32(0), fx.Int32(5), isa.SYSTEM)
+                wait_for(a, fx.Int32(0), fx.Int32(5), gfx950.SYSTEM)
                 stamp(b, 0)
 
     return run
@@ -122,7 +122,7 @@ def many_polls(apart):
     def run(a, b, n, lds):
         tid = fx.thread_idx.x
         if fx.block_idx.x == 0:
-            put(b, WORDS + 64 * (tid // 2 & 15) + (tid & 1), n, isa.DEVICE)
+            put(b, WORDS + 64 * (tid // 2 & 15) + (tid & 1), n, gfx950.DEVICE)
         if fx.block_idx.x > 0:
             line = fx.block_idx.x * 2 + tid // 64 if const_expr(apart) else fx.Int32(0)
             wait_for(b, WORDS + 64 * line + (tid & 1), n)
@@ -137,12 +137,12 @@ def matrix_chain(count):
 
     @traced
     def run(a, b, n, lds):
-        x = isa.i64(everyone() + n)
+        x = gfx950.i64(everyone() + n)
         c = fx.Vector.filled(4, 0.0, fx.Float32)
         for _ in range_constexpr(count):
-            c = isa.mfma_fp8(x, x, c)
+            c = gfx950.mfma_fp8(x, x, c)
         stamp(b, 0)
-        put(b, WORDS + everyone(), isa.float_bits(c[0]))
+        put(b, WORDS + everyone(), gfx950.float_bits(c[0]))
 
     return run
 
@@ -154,12 +154,12 @@ def strided(stride):
     @traced
     def run(a, b, n, lds):
         tid = fx.thread_idx.x
-        isa.lds_store(lds, tid, tid)
-        isa.lds_store(lds, tid + 128, tid)
-        isa.barrier()
+        gfx950.lds_store(lds, tid, tid)
+        gfx950.lds_store(lds, tid + 128, tid)
+        gfx950.barrier()
         x = tid
         for _ in range_constexpr(8):
-            x = x + isa.lds_load(lds, (tid % 64 * stride + (x & n)) & (LDS_WORDS - 1))
+            x = x + gfx950.lds_load(lds, (tid % 64 * stride + (x & n)) & (LDS_WORDS - 1))
         stamp(b, 0)
         put(b, WORDS + everyone(), x)
 
@@ -173,7 +173,7 @@ def poll_behind_load(load_first):
     @traced
     def run(a, b, n, lds):
         if (fx.block_idx.x == 0) & (fx.thread_idx.x == 0):
-            put(b, fx.Int32(WORDS), n, isa.DEVICE)
+            put(b, fx.Int32(WORDS), n, gfx950.DEVICE)
         if fx.block_idx.x == 1:
             x = fx.Int32(0)
             if const_expr(load_first):
@@ -194,7 +194,7 @@ def stream(ctas, loads):
         if fx.block_idx.x < ctas:
             x = fx.Int32(0)
             for k in range_constexpr(loads):
-                row = isa.load(isa.buffer(a), (everyone() + k * 512) * 16, 4)
+                row = gfx950.load(gfx950.buffer(a), (everyone() + k * 512) * 16, 4)
                 x = x + row[0]
             stamp(b, 0)
             put(b, WORDS + everyone(), x)
@@ -245,7 +245,7 @@ def two_streams(together):
     def run(a, b, n, lds):
         def rows(first):
             at = [(everyone() + (first + k) * 512) * 16 for k in range(4)]
-            return [isa.load(isa.buffer(a), i, 4) for i in at]
+            return [gfx950.load(gfx950.buffer(a), i, 4) for i in at]
 
         def total(x, values):
             for row in values:
@@ -273,7 +273,7 @@ def streams_apart():
             if fx.block_idx.x // 2 == half:
                 x = fx.Int32(0)
                 for k in range_constexpr(8):
-                    x = x + isa.load(isa.buffer(a), (everyone() + k * 512) * 16, 4)[0]
+                    x = x + gfx950.load(gfx950.buffer(a), (everyone() + k * 512) * 16, 4)[0]
                 stamp(b, 0)
                 put(b, WORDS + everyone(), x)
 
@@ -287,7 +287,7 @@ def polls_apart():
     @traced
     def run(a, b, n, lds):
         if (fx.block_idx.x == 0) & (fx.thread_idx.x == 0):
-            put(b, fx.Int32(WORDS), n, isa.DEVICE)
+            put(b, fx.Int32(WORDS), n, gfx950.DEVICE)
         for k in range_constexpr(1, 3):
             if fx.block_idx.x == k:
                 wait_for(b, fx.Int32(WORDS), n)

@@ -1,0 +1,1 @@
+"""Modelled time for an interpreted run."""

@@ -1,0 +1,1 @@
+"""Stages 0 to 3: selection, split attention, merge, output projection."""

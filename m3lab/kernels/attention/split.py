@@ -1,0 +1,434 @@
+"""Stages 1 and 2b: sparse attention over the selected blocks, and the merge of its partitions.
+
+A split task is one token's partition of 256 selected keys, 32 a wave; it publishes outputs, maxima
+and sums per head. A merge weighs a token's eight partitions and quantizes the row to fp8; with one
+token it runs inside the output projection's tasks. The selection itself is ``select``'s.
+
+Both matrix products keep the head in the result's column, so a lane owns one head: the scores'
+rows are keys, the output's rows are dims. A wave's keys are dealt to the score tiles so that lane
+16 g + r gets the eight consecutive keys 8 g .. + 8 of head r, which is the layout that the second
+product wants its probabilities in: they never leave the lane.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flydsl.expr as fx
+
+from m3lab.kernels.attention.select import request_candidate, row_of, select_blocks
+from m3lab.kernels.device import gfx950, mailbox, mfma
+from m3lab.kernels.device.context import first_task, scratch_box, stamp
+from m3lab.kernels.device.gfx950 import const_expr, select, traced
+from m3lab.kernels.device.mailbox import Request
+from m3lab.kernels.device.wave import add, block_max, butterfly, div, fold, largest, mod
+from m3lab.kernels.plan import THREADS, TILE_ROWS, WAVES
+from m3lab.layout.regions import N_SPLIT, WORD_BYTES
+from m3lab.model.shapes import PAGE_TOKENS
+
+FP8_MAX = 448.0
+NEG = -3.4e38  # a masked key's score
+LOG2E = 1.4426950408889634
+DIM_GROUP = 16  # dims that lie together in a K page
+KEY_TILES = 2  # score tiles of a wave: 16 keys each
+TILE_DIM_BYTES = 16 * PAGE_TOKENS  # 16 dims of a V page
+GROUPS = (16, 32)  # butterfly over the four lane groups of a matrix operand
+HEAD_THREADS = 32  # threads of a head where each has four dims: four bytes, four floats
+SHARES_AT = 64  # lds.red in a merge: a word a wave, then every head's shares,
+PARTITIONS_AT = 1024  # then all maxima and sums, wave 0's alone
+
+
+@traced
+def split(ctx):
+    """Every (token, kv head, partition) of the step, the partition counting fastest."""
+    place = ctx.build.place
+    for task in range(first_task(ctx, "split"), place.split_tasks, place.blocks):
+        split_task(ctx, fx.Int32(task))
+
+
+def split_task(ctx, task):
+    unit, partition = div(task, N_SPLIT), mod(task, N_SPLIT)
+    # the query is on its way, and then in LDS, before the selection's own waits and barriers
+    query = request_query(ctx, unit)
+    row = row_of(ctx, unit)
+    candidate = request_candidate(ctx, row)
+    quantize_query(ctx, query)
+    n_ctx = select_blocks(ctx, row, partition, candidate)
+    stamp(ctx, 17)
+    tiles = load_tiles(ctx, unit)
+    stamp(ctx, 12)
+    first_key = partition * ctx.build.place.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
+    lane_keys = n_ctx - (first_key + 8 * ctx.group)  # this lane's valid keys, <= 0 or >= 8 too
+    scores = score_keys(ctx, tiles, lane_keys)
+    share_maxima(ctx, tiles, scores, lane_keys)
+    gfx950.barrier()
+    stamp(ctx, 13)
+    head_max, v_max = read_maxima(ctx)
+    weights = weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys)
+    multiply_values(ctx, tiles, weights, lane_keys)
+    gfx950.barrier()
+    stamp(ctx, 15)
+    publish(ctx, unit, partition, head_max, v_max)
+    gfx950.barrier()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A wave's 32 keys as this lane loads them.
+
+    ``keys[tile][half]``: four words, 16 dims of key 8 (row / 4) + 4 tile + row % 4;
+    ``values[d]``: two words, keys 8 g .. + 8 of dim 16 d + row; ``k_scales`` and ``v_scales``: the
+    fp32 scales of keys 8 g .. + 8 (static: one value for all).
+    """
+
+    keys: list[list[Any]]
+    values: list[Any]
+    k_scales: list[Any]
+    v_scales: list[Any]
+
+
+def load_tiles(ctx, unit):
+    """Request this wave's two pages of K, of V and their scales.
+
+    A block's pages are consecutive, so the wave's page sits in the buffer's 64-bit base and a
+    lane's offset is the same for every wave, whatever the cache's size. Pages past the context
+    are real ones whose bytes are masked later.
+    """
+    shape, args = ctx.build.shape, ctx.args
+    pages = ctx.build.place.pages_per_block
+    first = ctx.wave * KEY_TILES
+    block_page = gfx950.uniform(gfx950.lds_load(ctx.lds.blocks, div(first, pages)))
+    page = gfx950.i64(block_page + mod(first, pages))
+    head_bytes = shape.model.head_dim * PAGE_TOKENS
+    page_bytes = shape.kv_heads * head_bytes
+    at = page * page_bytes + head_offset(ctx, unit, head_bytes)
+    k_page, v_page = gfx950.buffer(args.k_cache + at), gfx950.buffer(args.v_cache + at)
+
+    row, group = ctx.row, ctx.group
+    group_bytes = PAGE_TOKENS * DIM_GROUP
+    token = 8 * mod(div(row, 4), 2) + mod(row, 4)
+    k_at = div(row, 8) * page_bytes + group * group_bytes + token * DIM_GROUP
+    v_at = div(group, 2) * page_bytes + row * PAGE_TOKENS + mod(group, 2) * 8
+    halves = [half * 4 * group_bytes for half in range(shape.model.head_dim // 64)]
+    keys = [
+        [gfx950.load(k_page, k_at + tile * 4 * DIM_GROUP + half, 4) for half in halves]
+        for tile in range(KEY_TILES)
+    ]
+    values = [
+        gfx950.load(v_page, v_at + d * TILE_DIM_BYTES, 2) for d in range(shape.model.head_dim // 16)
+    ]
+    scales = [load_scales(ctx, unit, address, page) for address in (args.k_scale, args.v_scale)]
+    return Tiles(keys, values, *scales)
+
+
+def head_offset(ctx, unit, size):
+    """``size`` times the kv head of a row, as Int64."""
+    return gfx950.i64(mod(unit, ctx.build.shape.kv_heads) * size)
+
+
+def load_scales(ctx, unit, address, page):
+    """The scales of this lane's eight keys."""
+    if ctx.build.cache.static_scale:
+        scale = gfx950.bits_float(gfx950.load(gfx950.buffer(address), 0))
+        return [scale] * 8
+    head_bytes = PAGE_TOKENS * WORD_BYTES
+    page_bytes = ctx.build.shape.kv_heads * head_bytes
+    scales = gfx950.buffer(address + page * page_bytes + head_offset(ctx, unit, head_bytes))
+    at = div(ctx.group, 2) * page_bytes + mod(ctx.group, 2) * (8 * WORD_BYTES)
+    words = [gfx950.load(scales, at + 16 * i, 4) for i in range(2)]
+    return [gfx950.bits_float(half[i]) for half in words for i in range(4)]
+
+
+def query_unit(head, unit):
+    """LDS word of a head's ``unit``-th 16 dims: rotated so that the 16 heads of an operand do not
+    meet in one bank."""
+    return head * HEAD_THREADS + (unit ^ mod(div(head, 2), 8)) * 4
+
+
+def group_quads(ctx):
+    """Runs of four elements in the attention row of the query heads that share a kv head."""
+    return ctx.build.shape.heads_per_kv * ctx.build.shape.model.head_dim // 4
+
+
+def thread_quad(ctx):
+    """This thread's run of four; a rank with fewer heads than a matrix operand has rows repeats
+    them over the threads, so that every row is finite."""
+    n = group_quads(ctx)
+    return mod(ctx.tid, n) if n < THREADS else ctx.tid
+
+
+@traced
+def unless_repeated(ctx, put):
+    """Call ``put`` on the threads whose ``thread_quad`` is not a repeated one."""
+    n = group_quads(ctx)
+    if const_expr(n < THREADS):
+        if ctx.tid < n:
+            put()
+    else:
+        put()
+
+
+def request_query(ctx, unit):
+    """Four bf16 of the row's query heads, [head][dim] over the threads."""
+    at = (unit * group_quads(ctx) + thread_quad(ctx)) * 8
+    return gfx950.load(gfx950.buffer(ctx.args.q), at, 2)
+
+
+def quantize_query(ctx, query):
+    """lds.q8 := the token's query heads as fp8, by conversion with no scale."""
+    head, word = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
+    dims = [x for i in range(2) for x in gfx950.bf16_floats(query[i])]
+    gfx950.lds_store(
+        ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), gfx950.fp8_word(*dims)
+    )
+
+
+def score_keys(ctx, tiles, lane_keys):
+    """Scaled scores of this lane's eight keys with its head ``row``; NEG where masked."""
+    halves = range(ctx.build.shape.model.head_dim // 64)
+    query = [
+        gfx950.lds_load(ctx.lds.q8, query_unit(ctx.row, 4 * half + ctx.group), 4) for half in halves
+    ]
+    scores = []
+    for tile in range(KEY_TILES):
+        acc = mfma.zero_tile()
+        for half in halves:
+            k_parts = mfma.fp8_operands(tiles.keys[tile][half])
+            q_parts = mfma.fp8_operands(query[half])
+            for k_part, q_part in zip(k_parts, q_parts, strict=True):
+                acc = gfx950.mfma_fp8(k_part, q_part, acc)
+        scores += [acc[e] for e in range(4)]
+    scaled = [
+        (ctx.build.sm_scale * scale) * score
+        for scale, score in zip(tiles.k_scales, scores, strict=True)
+    ]
+    return [select(lane_keys > i, s, fx.Float32(NEG)) for i, s in enumerate(scaled)]
+
+
+def valid_scales(tiles, lane_keys):
+    return [select(lane_keys > i, s, fx.Float32(0.0)) for i, s in enumerate(tiles.v_scales)]
+
+
+def heads_at(ctx, what, head):
+    """LDS word of a head's eight wave values: ``what`` 0 maxima, 1 sums."""
+    return (what * TILE_ROWS + head) * WAVES
+
+
+@traced
+def share_maxima(ctx, tiles, scores, lane_keys):
+    """lds.heads := this wave's maximum score per head and its largest valid V scale."""
+    head_max = butterfly(fold(scores, largest), GROUPS, largest)
+    v_max = butterfly(fold(valid_scales(tiles, lane_keys), largest), GROUPS, largest)
+    if ctx.group == 0:
+        gfx950.lds_store(ctx.lds.heads, heads_at(ctx, 0, ctx.row) + ctx.wave, head_max)
+    if ctx.lane == 0:
+        gfx950.lds_store(ctx.lds.heads, heads_at(ctx, 2, 0) + ctx.wave, v_max)
+
+
+def wave_values(ctx, at):
+    """The eight waves' values from LDS word ``at``."""
+    halves = [gfx950.lds_load(ctx.lds.heads, at + i, 4, fx.Float32) for i in range(0, WAVES, 4)]
+    return [half[i] for half in halves for i in range(4)]
+
+
+def read_maxima(ctx):
+    """The partition's maximum for this lane's head, and its largest valid V scale."""
+    v_max = fold(wave_values(ctx, heads_at(ctx, 2, 0)), largest)
+    return fold(wave_values(ctx, heads_at(ctx, 0, ctx.row)), largest), v_max
+
+
+@traced
+def weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys):
+    """The probabilities as fp8, V's scales folded in -> the Int64 operand of keys 8 g .. + 8; their
+    unscaled sum per wave and head to lds.heads."""
+    to_fp8 = FP8_MAX * gfx950.rcp(v_max + 1e-8)
+    p = [gfx950.exp2((score - head_max) * LOG2E) for score in scores]
+    scaled = [(s * to_fp8) * x for s, x in zip(valid_scales(tiles, lane_keys), p, strict=True)]
+    total = butterfly(fold(p, add), GROUPS)
+    if ctx.group == 0:
+        gfx950.lds_store(ctx.lds.heads, heads_at(ctx, 1, ctx.row) + ctx.wave, total)
+    stamp(ctx, 14)
+    words = [gfx950.fp8_word(*scaled[4 * i : 4 * i + 4]) for i in range(2)]
+    return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.Int64)[0]
+
+
+def partial_at(ctx, wave, head, unit):
+    """LDS word of a wave's partial output, ``unit`` counting four dims of ``head``: rotated so
+    that neither the heads of a store nor the dims of a load meet in one bank."""
+    head_dim = ctx.build.shape.model.head_dim
+    return (wave * TILE_ROWS + head) * head_dim + (unit ^ head) * 4
+
+
+def multiply_values(ctx, tiles, weights, lane_keys):
+    """lds.partials := this wave's weighted sum of V, [head][dim].
+
+    A masked key's weight is 0, but 0 times a NaN byte is NaN: its V bytes become 0 too.
+    """
+    some = (fx.Int64(1) << (fx.Int64(lane_keys) * 8)) - fx.Int64(1)
+    mask = select(lane_keys <= 0, fx.Int64(0), some)
+    mask = select(lane_keys >= 8, fx.Int64(-1), mask)
+    for d, words in enumerate(tiles.values):
+        value = words.bitcast(fx.Int64)[0] & mask
+        out = gfx950.mfma_fp8(value, weights, mfma.zero_tile())
+        at = partial_at(ctx, ctx.wave, ctx.row, 4 * d + ctx.group)
+        gfx950.lds_store(ctx.lds.partials, at, out, 4, fx.Float32)
+
+
+@traced
+def publish(ctx, unit, partition, head_max, v_max):
+    """The waves' partials summed, over the sum of weights, to sp_o; maxima and sums to sp_m, sp_l.
+
+    A partition with no valid key publishes m = NEG, l = 256, o = 0 and weighs nothing.
+    """
+    shape = ctx.build.shape
+    head, quad = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
+    weight_sum = fold(wave_values(ctx, heads_at(ctx, 1, head)), add)
+    inverse = 1.0 / select(weight_sum > 0.0, weight_sum, fx.Float32(1.0))
+    parts = [
+        gfx950.lds_load(ctx.lds.partials, partial_at(ctx, w, head, quad), 4, fx.Float32)
+        for w in range(WAVES)
+    ]
+    scale = v_max * (1.0 / FP8_MAX)
+    out = [(scale * fold([part[i] for part in parts], add)) * inverse for i in range(4)]
+    token, kv_head = div(unit, shape.kv_heads), mod(unit, shape.kv_heads)
+    part = token * N_SPLIT + partition
+    first_head = part * shape.q_heads + kv_head * shape.heads_per_kv
+    at = first_head * shape.model.head_dim + ctx.tid * 4
+    unless_repeated(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out))
+    if ctx.tid < shape.heads_per_kv:  # wave 0's lane of head tid: its own maximum is the head's
+        total = fold(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
+        head_at = first_head + ctx.tid
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_m"), head_at, head_max)
+        mailbox.put(ctx.tag, scratch_box(ctx, "sp_l"), head_at, total)
+
+
+# ---------------------------------------------------------------------- merge
+
+
+@traced
+def await_partitions(ctx, token):
+    """Wave 0 waits for every partition and leaves the shares of each head, the other waves at the
+    barrier: 512 threads polling through the whole split load the memory system that the split
+    itself reads (-0.4 us, measured upstream), and every wave of every output task would read the
+    same few lines of maxima and sums. The barrier frees ``lds.red`` below the shares too."""
+    if const_expr(not ctx.build.tuning.poll_all):
+        if ctx.wave == 0:
+            keep_shares(ctx, token)
+    gfx950.barrier()
+
+
+def keep_shares(ctx, token):
+    """lds.red := at SHARES_AT each head's share of every partition, by one wave."""
+    heads = ctx.build.shape.q_heads
+    n = N_SPLIT * heads
+    firsts = range(0, n, gfx950.LANES)
+    requests = [
+        Request(scratch_box(ctx, name), token * n + ctx.lane + first)
+        for name in ("sp_m", "sp_l")
+        for first in firsts
+    ]
+    for i, (word,) in enumerate(mailbox.poll(ctx.tag, requests)):
+        gfx950.lds_store(
+            ctx.lds.red, PARTITIONS_AT + i * gfx950.LANES + ctx.lane, gfx950.bits_float(word)
+        )
+    head = mod(ctx.lane, heads)
+    values = [
+        gfx950.lds_load(ctx.lds.red, PARTITIONS_AT + i * heads + head) for i in range(2 * N_SPLIT)
+    ]
+    shares = shares_of(values[:N_SPLIT], values[N_SPLIT:])
+    for i in range(0, N_SPLIT, 4):
+        four = fx.Vector.from_elements(shares[i : i + 4], fx.Float32)
+        gfx950.lds_store(ctx.lds.red, SHARES_AT + head * N_SPLIT + i, four, 4, fx.Float32)
+
+
+def shares_of(maxima, sums):
+    """A head's share of every partition, in fp32: sum x exp2(maximum - the largest), over their
+    sum."""
+    top = fold(maxima, largest)
+    weights = [s * gfx950.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
+    total = fold(weights, add)
+    total = select(total > 0.0, total, fx.Float32(1.0))
+    inverse = 1.0 / total
+    return [gfx950.quotient(weight, total, inverse) for weight in weights]
+
+
+def poll_partitions(ctx, token, kv_head):
+    """Every partition's share of this thread's head under a kv head, and its four outputs."""
+    shape = ctx.build.shape
+    quad = row_quad(ctx, kv_head)
+    head = div(quad, HEAD_THREADS)
+    wanted = [("sp_o", shape.o_k // 2, quad * 2, 2)]
+    if ctx.build.tuning.poll_all:
+        wanted = [("sp_m", shape.q_heads, head, 1), ("sp_l", shape.q_heads, head, 1), *wanted]
+    requests = []
+    for name, per_part, at, pairs in wanted:
+        first = token * (N_SPLIT * per_part) + at
+        box = scratch_box(ctx, name)
+        # a partition's offset is a constant of the load: an address each would fill registers
+        requests += [
+            Request(mailbox.further(box, i * per_part), first, pairs) for i in range(N_SPLIT)
+        ]
+    got = mailbox.poll(ctx.tag, requests, batch=len(requests))
+    outs = [[x for word in pair for x in gfx950.bf16_floats(word)] for pair in got[-N_SPLIT:]]
+    if ctx.build.tuning.poll_all:
+        values = [gfx950.bits_float(word) for (word,) in got[:-N_SPLIT]]
+        return shares_of(values[:N_SPLIT], values[N_SPLIT:]), outs
+    at = SHARES_AT + head * N_SPLIT
+    halves = [gfx950.lds_load(ctx.lds.red, at + i, 4, fx.Float32) for i in range(0, N_SPLIT, 4)]
+    return [half[i] for half in halves for i in range(4)], outs
+
+
+def row_quad(ctx, kv_head):
+    """This thread's run of four in the whole attention row, under a kv head."""
+    return kv_head * group_quads(ctx) + thread_quad(ctx)
+
+
+def merge_token(ctx, token):
+    """A token's partitions merged and quantized -> (this thread's ``row_quad`` of every kv head as
+    a word of fp8, the token's scale).
+
+    The scale is amax / 448; an all-zero row gives zeros, not 0 * inf. ``lds.red`` must be free.
+    """
+    await_partitions(ctx, token)
+    quads = [merge_quad(ctx, token, kv_head) for kv_head in range(ctx.build.shape.kv_heads)]
+    amax = block_max(fold([gfx950.absolute(dim) for quad in quads for dim in quad], largest), ctx)
+    scale = amax * (1.0 / FP8_MAX)
+    inverse = select(amax == 0.0, fx.Float32(0.0), gfx950.rcp(scale))
+    return [gfx950.fp8_word(*[dim * inverse for dim in quad]) for quad in quads], scale
+
+
+def merge_quad(ctx, token, kv_head):
+    """This thread's four merged dims of a kv head, rounded to bf16."""
+    shares, outs = poll_partitions(ctx, token, kv_head)
+    stamp(ctx, 3)
+    dims = [fx.Float32(0.0)] * 4
+    for share, out in zip(shares, outs, strict=True):
+        dims = [gfx950.fma(share, x, dim) for x, dim in zip(out, dims, strict=True)]
+    return [gfx950.bf16_round(dim) for dim in dims]
+
+
+@traced
+def merge(ctx):
+    """With several tokens, one task per token merges it; merged in the output tasks, the tokens'
+    merges ran one after another in every one of them (+14 us at four tokens, measured upstream)."""
+    place = ctx.build.place
+    if const_expr(place.merge_tasks > 0):
+        for task in range(first_task(ctx, "merge"), place.merge_tasks, place.blocks):
+            publish_token(ctx, fx.Int32(task))
+
+
+def store_words(ctx, token, words):
+    base = ctx.build.regions["attnq"].offset
+    for kv_head, word in enumerate(words):
+        at = token * (ctx.build.shape.o_k // 4) + row_quad(ctx, kv_head)
+        gfx950.store(ctx.scratch, at * WORD_BYTES, word, base=base, cache=gfx950.DEVICE)
+
+
+@traced
+def publish_token(ctx, token):
+    """The merged row as plain words, then its scale: the scale's pair is the flag."""
+    words, scale = merge_token(ctx, token)
+    unless_repeated(ctx, lambda: store_words(ctx, token, words))
+    gfx950.release_stores()
+    gfx950.barrier()
+    if ctx.tid == 0:
+        mailbox.put(ctx.tag, scratch_box(ctx, "attnq_s"), token, scale)

@@ -1,0 +1,1 @@
+"""What the stages are written with: instructions, waves, matrix products, mailboxes."""

@@ -1,0 +1,1 @@
+"""Where bytes lie on a device: regions, buffers, paged caches, shuffled shards."""

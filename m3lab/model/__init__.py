@@ -1,0 +1,1 @@
+"""What MiniMax-M3 is: shapes, number formats, weights, contexts. Nothing of a device."""
