@@ -35,7 +35,7 @@ def measure(tokens: int) -> dict[str, float]:
         "local_blocks": model.local_blocks,
         "tokens": tokens,
         "shape": RankShape(model, 4),
-        "until": "output",
+        "until": "o_proj",
     }
 
     def make():

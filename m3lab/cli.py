@@ -100,7 +100,7 @@ def build(
         Path | None, typer.Option(help="an earlier build's .s file to compare with")
     ] = None,
 ) -> None:
-    """Build the kernel for gfx950 and print its ISA figures; no GPU needed."""
+    """BuildResult the kernel for gfx950 and print its ISA figures; no GPU needed."""
     from m3lab.compile import isa
     from m3lab.model.shapes import CacheLayout, RankShape
     from m3lab.step import DecodeStep, build_for
@@ -148,7 +148,7 @@ def _read(path: Path) -> str:
 
 
 def _write_build(made: object, out: Path) -> str:
-    """Write the parts of a Build into folder ``out``; the paths, comma-separated."""
+    """Write the parts of a BuildResult into folder ``out``; the paths, comma-separated."""
     name = made.name[-120:]  # type: ignore[attr-defined]
     paths = []
     try:

@@ -80,7 +80,7 @@ def run_lanes(
     padded = rows + [[0] * len(rows[0])] * (threads - len(rows))
     program = program_of(lane_kernel(name, body, len(rows[0]), n_out, block, grid), 2)
     memory = Memory()
-    source = memory.place("source", torch.tensor(padded, dtype=torch.int64).to(torch.int32))
+    source = memory.upload("source", torch.tensor(padded, dtype=torch.int64).to(torch.int32))
     target = memory.alloc("target", threads * n_out * 4)
     run([Launch(program, [source.addr, target.addr])], memory)
     out = target.read(torch.int32, (threads, n_out)).tolist()

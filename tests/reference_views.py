@@ -23,7 +23,7 @@ class NoBuild:
 def published(step: DecodeStep) -> StepResult:
     """The reference's own views of every rank, as a launch's result."""
     ranks = _attention(step)
-    if step.until != "output":
+    if step.until != "o_proj":
         for views in ranks:
             _router(step, views)
     if step.until is None:
@@ -72,8 +72,10 @@ def _experts(step: DecodeStep, ranks: list[RankViews]) -> None:
         route = ref.route(keys, sigmoids, m.route_scale, m.shared_weight, m.top_k)
         views.experts, views.weights = route.experts.int(), route.weights
         limits = (m.swiglu_limit, m.swiglu_alpha)
-        views.mids = ref.expert_mids(views["xn8"], views["xsc"], route.experts, shard.w13, *limits)
-        own.append(ref.expert_partial(views.mids, route, shard.w2))
+        views.intermediates = ref.expert_intermediates(
+            views["xn8"], views["xsc"], route.experts, shard.w13, *limits
+        )
+        own.append(ref.expert_partial(views.intermediates, route, shard.w2))
     for views in ranks:
         views.ffn = torch.stack(own)
         views.ar_out = ref.all_reduce(own)

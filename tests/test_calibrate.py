@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("flydsl")
 
-from m3lab.clock.device_model import PARTS, load_part, read_part
+from m3lab.clock.device_model import DEVICES, load_device_model, read_device_model
 from m3lab.report import calibrate
 from m3lab.report.calibrate import ROWS, Row, fit, table
 
-PART = load_part()
-PRIORS = {n: float(c["prior"]) for n, c in read_part()["constants"].items() if "prior" in c}
+PART = load_device_model()
+PRIORS = {n: float(c["prior"]) for n, c in read_device_model()["constants"].items() if "prior" in c}
 
 
 def toy(tokens, tuning, part):
@@ -48,7 +48,7 @@ def test_a_row_far_out_of_reach_does_not_drag_a_constant_beyond_belief():
 
 
 def test_at_most_five_constants_are_fitted_and_each_says_so():
-    constants = read_part()["constants"]
+    constants = read_device_model()["constants"]
     fitted = {n for n, c in constants.items() if c["source"].startswith("fitted")}
     assert fitted == set(PRIORS) == set(calibrate.SPREAD)
     assert len(fitted) <= 5
@@ -86,7 +86,7 @@ def test_the_table_shows_published_beside_modelled_with_the_errors_sign():
 
 def test_written_values_are_read_back_and_nothing_else_changes(tmp_path):
     path = tmp_path / "mi355x.yaml"
-    before = (PARTS / "mi355x.yaml").read_text()
+    before = (DEVICES / "mi355x.yaml").read_text()
     path.write_text(before)
     calibrate.write_values(path, {"visible_ns": 123.456, "hbm_ns": 777.0})
     changed = [

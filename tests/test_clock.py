@@ -10,14 +10,14 @@ pytest.importorskip("flydsl")
 
 from small_kernels import faults, timed
 
-from m3lab.clock.clock import Census, Clock
-from m3lab.clock.device_model import CONSTANTS, load_part, read_part
+from m3lab.clock.clock import Clock, LockstepProfile
+from m3lab.clock.device_model import CONSTANTS, load_device_model, read_device_model
 from m3lab.compile.trace import build
 from m3lab.interpreter import Launch, Memory, run
 from m3lab.model.shapes import ModelShape, RankShape
 from m3lab.step import DecodeStep
 
-PART = load_part()
+PART = load_device_model()
 KEPT = (
     "clock_ghz", "cus", "simds", "warm_bytes", "channels", "hbm_gbs", "cu_bytes_per_clk",
     "cu_hbm_gbs", "link_gbs", "mfma_macs_per_clk", "mfma_scaled_macs_per_clk",
@@ -301,7 +301,7 @@ def test_a_clock_times_one_run():
     with pytest.raises(ValueError, match="times one run"):
         launch("relay", ctas=2, steps=1, clock=clock)
     with pytest.raises(ValueError, match="has timed no run yet"):
-        Clock(PART, census=Census()).modelled()
+        Clock(PART, census=LockstepProfile()).modelled()
 
 
 # ---------------------------------------------------------------------- what it tells
@@ -332,7 +332,7 @@ def test_a_free_stage_costs_nothing_but_its_waits():
 
 
 def test_every_constant_of_a_part_has_a_unit_and_a_source_that_says_how_far_to_trust_it():
-    constants = read_part()["constants"]
+    constants = read_device_model()["constants"]
     assert set(constants) == set(CONSTANTS)
     kinds = ("documented", "derived", "upstream", "assumed", "fitted")
     for name, entry in constants.items():
@@ -343,6 +343,6 @@ def test_every_constant_of_a_part_has_a_unit_and_a_source_that_says_how_far_to_t
 
 def test_an_unknown_part_or_constant_is_refused_by_name():
     with pytest.raises(ValueError, match="no part is named 'mi9'; there are: mi355x"):
-        load_part("mi9")
+        load_device_model("mi9")
     with pytest.raises(ValueError, match="no constant speed"):
         PART.with_values(speed=1.0)

@@ -62,7 +62,8 @@ def run(stores, polls, ranks=2):
 @pytest.fixture
 def handed():
     """Grid CTAs 0..3 are rank 0's. CTA 0 and 1 store sums, CTA 5 (rank 1's 1) a late one, then all
-    of the CTAs' mids; CTA 2 asks for the sums early, CTA 3 late, CTA 6 (rank 1's 2) for its own."""
+    of the CTAs' intermediates; CTA 2 asks for the sums early, CTA 3 late, CTA 6 (rank 1's 2) for
+    its own."""
     stores = [
         (0, "sp_l", 0, 4.0, 0), (0, "sp_l", 1, 5.0, 1), (0, "sp_l", 2, 4.5, 0),
         (1, "sp_l", 0, 7.0, 5), (0, "mid", 3, 9.0, 2),
@@ -86,7 +87,7 @@ def test_a_poll_is_named_after_the_region_whose_word_it_waited_for(handed):
         [0, 2, "split sums", 1.5, 5.0],  # both of its waves: the first asks, the last sees
         [0, 3, "split sums", 6.0, 5.0],
         [1, 2, "split sums", 2.0, 7.0],
-        [0, 3, "mids", 8.0, 9.0],  # what the host wrote (CTA 6's) is no hand-off
+        [0, 3, "intermediates", 8.0, 9.0],  # what the host wrote (CTA 6's) is no hand-off
     ]
     assert polls["polled at"].tolist() == ["attention.py:3 < output.py:1"] * 3 + ["down.py:8"]
 
@@ -96,7 +97,7 @@ def test_a_wait_lasts_from_the_asking_until_the_word_is_there(handed):
     rows = found[["rank", "cta", "hand-off", "start_modelled_us", "end_modelled_us"]]
     assert rows.to_numpy().tolist() == [
         [0, 2, "split sums", 1.5, 5.0],
-        [0, 3, "mids", 8.0, 9.0],  # it asked for the sums when they were there
+        [0, 3, "intermediates", 8.0, 9.0],  # it asked for the sums when they were there
         [1, 2, "split sums", 2.0, 7.0],
     ]
 
@@ -124,7 +125,7 @@ def test_waits_of_a_cta_do_not_overlap_and_cover_what_the_polls_cover():
 def test_the_skew_of_a_hand_off_is_between_its_writers_last_words(handed):
     step, clock = handed
     table = handoffs.skew(handoffs.polls(step, clock), handoffs.written(step, clock))
-    assert list(table.index) == ["split sums", "mids"]
+    assert list(table.index) == ["split sums", "intermediates"]
     sums = table.loc["split sums"]
     assert (sums["writers"], sums["readers"], sums["of them waiting"]) == (3, 3, 2)
     assert sums["first visible, modelled us"] == 4.5  # CTA 0's second word, not its first
@@ -140,7 +141,7 @@ def test_the_skew_of_a_hand_off_is_between_its_writers_last_words(handed):
 
 def test_the_waits_are_summed_by_what_was_waited_for(handed):
     table = handoffs.waited_for(handoffs.waits(handoffs.polls(*handed)))
-    assert list(table.index) == ["split sums", "mids"]
+    assert list(table.index) == ["split sums", "intermediates"]
     assert table["CTAs"].tolist() == [2, 1]
     assert table["longest wait, modelled us"].tolist() == [5.0, 1.0]
     assert all("modelled" in c for c in table.columns if c != "CTAs")

@@ -20,7 +20,7 @@ from flydsl.expr.typing import Int32, Int64
 from flykernels import Lds, int_type, one, program_of, run_lanes, values, words_of
 from lane_arithmetic import signed
 
-from m3lab.interpreter import Launch, Memory, Tainted, run
+from m3lab.interpreter import Launch, Memory, UninitializedRead, run
 from m3lab.kernels.device import gfx950
 
 Row = list[int]
@@ -247,7 +247,7 @@ def run_kernel(kernel: Any, source: torch.Tensor, words: int, n: int = 0) -> lis
     """Run a (source, target, n) kernel; the target's words."""
     program = program_of(launcher_of(kernel, GRID, BLOCK), 3)
     memory = Memory()
-    given = memory.place("source", source)
+    given = memory.upload("source", source)
     target = memory.alloc("target", 4 * words, zero=True)
     run([Launch(program, [given.addr, target.addr, n])], memory)
     return target.read(torch.int32, (words,)).tolist()
@@ -404,7 +404,7 @@ def test_unwritten_memory_is_not_laundered_by_a_move_between_lanes(move: int) ->
     memory = Memory()
     source = memory.alloc("source", 4 * BLOCK * GRID)
     target = memory.alloc("target", 4 * BLOCK * GRID, zero=True)
-    with pytest.raises(Tainted):
+    with pytest.raises(UninitializedRead):
         run([Launch(program, [source.addr, target.addr, move])], memory)
 
 
@@ -413,7 +413,7 @@ def test_a_move_from_a_lane_that_unwritten_memory_names_is_noticed() -> None:
     memory = Memory()
     source = memory.alloc("source", 4 * BLOCK * GRID)
     target = memory.alloc("target", 4 * BLOCK * GRID, zero=True)
-    with pytest.raises(Tainted):
+    with pytest.raises(UninitializedRead):
         run([Launch(program, [source.addr, target.addr, 3])], memory)
 
 
@@ -442,5 +442,5 @@ def test_unwritten_memory_in_a_swap_s_second_operand_is_noticed() -> None:
     memory = Memory()
     source = memory.alloc("source", 4 * BLOCK * GRID)
     target = memory.alloc("target", 4 * BLOCK * GRID, zero=True)
-    with pytest.raises(Tainted):
+    with pytest.raises(UninitializedRead):
         run([Launch(program, [source.addr, target.addr, 0])], memory)

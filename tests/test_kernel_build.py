@@ -22,7 +22,7 @@ SPEC = {
     "swiglu_limit": 7.0,
     "init_blocks": 0,
     "local_blocks": 1,
-    "until": "output",
+    "until": "o_proj",
 }
 
 

@@ -81,7 +81,7 @@ def test_every_slots_intermediate_is_its_own_experts(run):
     for row in range(step.tokens):
         for slot, expert in enumerate(views.experts[row].tolist()):
             want = plain_mid(x[row], tables(step, 0, "w13", expert), step.model.swiglu_limit)
-            got = views.mids[row, slot].double()
+            got = views.intermediates[row, slot].double()
             assert ((got - want).abs() <= want.abs() * 2**-8 + 1e-5).all(), (row, slot)
 
 
@@ -92,7 +92,7 @@ def test_the_output_is_the_weighted_sum_of_the_slots_down_rows(run):
     for row in range(step.tokens):
         want = torch.zeros(step.model.hidden, dtype=torch.float64)
         for slot, expert in enumerate(views.experts[row].tolist()):
-            mid = dequantize_mxfp8(*quantize_mxfp8(views.mids[row, slot])).double()
+            mid = dequantize_mxfp8(*quantize_mxfp8(views.intermediates[row, slot])).double()
             down = tables(step, 0, "w2", expert) @ mid
             want += views.weights[row, slot].double() * down
         assert rel_l2(views.ar_out[row], want.float()) <= STAGE_BOUND
@@ -179,10 +179,10 @@ def stamped(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_points_are_stamped_by_the_ctas_that_pass_them(tokens):
-    from m3lab.kernels.plan import Placement
+    from m3lab.kernels.plan import Plan
 
     at, step = stamped(tokens)
-    place = Placement(step.shape, tokens, npes=1)
+    place = Plan(step.shape, tokens, npes=1)
     every = set(range(256))
     down = place.ctas_of("down", place.down_tasks)
     router = place.ctas_of("router", place.router_tasks)

@@ -32,7 +32,7 @@ def lanes():
     floats = torch.randn(512, generator=gen)
     floats[500] = 10.0  # the last wave's
     memory = Memory()
-    a, b = memory.place("words", words), memory.place("floats", floats)
+    a, b = memory.upload("words", words), memory.upload("floats", floats)
     out, sums, tops = (memory.alloc(n, 4 * 512 * k) for n, k in (("o", 63), ("s", 1), ("t", 1)))
     run([Launch(made.program, [x.addr for x in (a, b, out, sums, tops)])], memory)
     return (
@@ -163,7 +163,7 @@ def test_ranks_are_summed_in_rank_order_in_fp32():
     outs = [memory.alloc("out", 512, rank=r) for r in range(4)]
     launches = []
     for rank, (values, out) in enumerate(zip(partials, outs, strict=True)):
-        mine = memory.place("mine", values, rank=rank)
+        mine = memory.upload("mine", values, rank=rank)
         args = [mine.addr, out.addr, peers.addr(rank), peers.table_addr(rank), rank, 1]
         launches.append(Launch(program, args, rank))
     run(launches, memory)

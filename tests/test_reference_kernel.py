@@ -463,20 +463,20 @@ def test_one_expert_matches_scalar_arithmetic(gen):
 def test_the_partial_row_weighs_every_slot_and_rounds_once(gen):
     tables = {e: (torch.randn(8, 32, generator=gen), None) for e in (3, 5, 9, 128)}
     route = ref.Route(torch.tensor([[3, 5, 128], [9, 3, 128]]), torch.rand(2, 3, generator=gen))
-    mids = torch.randn(2, 3, 32, generator=gen).bfloat16().float()
-    got = ref.expert_partial(mids, route, lambda e: tables[e])
+    intermediates = torch.randn(2, 3, 32, generator=gen).bfloat16().float()
+    got = ref.expert_partial(intermediates, route, lambda e: tables[e])
     for t in range(2):
         want = torch.zeros(8)
         for s, e in enumerate(route.experts[t].tolist()):
-            want += route.weights[t, s] * ref.expert_down(mids[t, s], tables[e])
+            want += route.weights[t, s] * ref.expert_down(intermediates[t, s], tables[e])
         assert torch.allclose(got[t], want.bfloat16().float(), rtol=2**-7)
 
 
-def test_a_token_takes_its_own_experts_mids(gen):
+def test_a_token_takes_its_own_experts_intermediates(gen):
     x8, xsc = quantize_mxfp8(torch.randn(2, 64, generator=gen))
     tables = {e: (torch.randn(64, 64, generator=gen), None) for e in (1, 2, 4)}
     experts = torch.tensor([[1, 4], [2, 1]])
-    got = ref.expert_mids(x8, xsc, experts, lambda e: tables[e])
+    got = ref.expert_intermediates(x8, xsc, experts, lambda e: tables[e])
     x = dequantize_mxfp8(x8, xsc)
     for t in range(2):
         for s in range(2):

@@ -258,7 +258,7 @@ def test_without_a_clock_a_row_has_no_modelled_time():
     pytest.importorskip("flydsl")
     from m3lab.sweep.cases import run_case
 
-    case = Case(context=100, solo=True, model=NARROW, until="output", clock=False)
+    case = Case(context=100, solo=True, model=NARROW, until="o_proj", clock=False)
     row = run_case(case)
     assert row["status"] == "passed", row["error"]
     assert all(row[name] is None for name in ("modelled_us", "modelled", "stamps", "waits"))

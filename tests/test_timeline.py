@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from m3lab.clock.clock import Hop
-from m3lab.kernels.plan import Placement
+from m3lab.kernels.plan import Plan
 from m3lab.model.shapes import RankShape
 from m3lab.report import timeline
 
@@ -99,7 +99,7 @@ def waits(*rows):
 
 # CTA 0 waits from within select into split, then in down; CTA 1 before, at and past its last stamp
 WAITS = waits(
-    (0, 0, "keys", 3.0, 4.0), (0, 0, "mids", 6.0, 7.5), (0, 1, "rows", 1.0, 2.5),
+    (0, 0, "keys", 3.0, 4.0), (0, 0, "intermediates", 6.0, 7.5), (0, 1, "rows", 1.0, 2.5),
     (0, 1, "sums", 8.5, 20.0),
 )  # fmt: skip
 
@@ -308,7 +308,7 @@ def test_what_if_gains_are_against_the_whole_step_largest_first():
 
 
 def test_the_tasks_of_a_step_lie_where_the_stages_bases_put_them():
-    table = timeline.tasks(Placement(RankShape(tp=4), 1, 4))
+    table = timeline.tasks(Plan(RankShape(tp=4), 1, 4))
     where = {stage: set(row[row > 0].index) for stage, row in table.iterrows()}
     assert where["split"] == set(range(8))
     assert where["output"] == where["down"] == set(range(8, 200))
@@ -320,7 +320,7 @@ def test_the_tasks_of_a_step_lie_where_the_stages_bases_put_them():
 
 
 def test_four_tokens_shared_tasks_come_after_the_routing_and_every_task_is_somewhere():
-    place = Placement(RankShape(tp=4), 4, 1)
+    place = Plan(RankShape(tp=4), 4, 1)
     table = timeline.tasks(place)
     assert list(table.index)[-3:] == ["routed up / gate", "shared up / gate", "down"]
     assert table.sum(axis=1).to_dict() == {
@@ -333,4 +333,4 @@ def test_four_tokens_shared_tasks_come_after_the_routing_and_every_task_is_somew
 
 def test_a_wide_steps_tasks_are_refused():
     with pytest.raises(ValueError, match="narrow form, got a wide step of 8 tokens"):
-        timeline.tasks(Placement(RankShape(tp=4), 8, 4))
+        timeline.tasks(Plan(RankShape(tp=4), 8, 4))

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 
-from m3lab.kernels.plan import Placement
+from m3lab.kernels.plan import Plan
 from m3lab.kernels.tuning import Tuning
 from m3lab.model.shapes import ModelShape, RankShape
 
@@ -58,8 +58,8 @@ def test_every_setting_has_a_number_of_its_own():
         ({"poll_all": None}, "poll_all must be one of False, True, got None"),
         ({"ug_by_token": 1}, "ug_by_token must be one of False, True or None, got 1"),
         ({"down_in_flight": 3}, "down_in_flight must be one of 1, 2 or None, got 3"),
-        ({"wide_from": 6}, r"wide_from must be one of 1, .*5, got 6"),
-        ({"owner_reduce_from": 4}, r"owner_reduce_from must be one of 5, .*17, got 4"),
+        ({"grouped_from": 6}, r"grouped_from must be one of 1, .*5, got 6"),
+        ({"two_shot_from": 4}, r"two_shot_from must be one of 5, .*17, got 4"),
     ],
 )
 def test_a_value_that_no_build_has_is_refused(change, sentence):
@@ -80,33 +80,33 @@ def test_a_value_that_no_build_has_is_refused(change, sentence):
 )
 def test_a_combination_that_cannot_be_is_refused(tp, tokens, change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Placement(RankShape(tp=tp), tokens, npes=tp, tuning=Tuning(**change))
+        Plan(RankShape(tp=tp), tokens, npes=tp, tuning=Tuning(**change))
 
 
 def test_merged_in_the_output_tasks_no_cta_is_kept_for_merges():
-    place = Placement(RankShape(), 4, tuning=Tuning(merge_in_output=True))
+    place = Plan(RankShape(), 4, tuning=Tuning(merge_in_output=True))
     assert place.merge_tasks == 0
     assert place.bases["o"] == 32
 
 
 def test_round_robin_deals_every_routed_task_once():
-    place = Placement(RankShape(), 4, tuning=Tuning(ug_by_token=False))
+    place = Plan(RankShape(), 4, tuning=Tuning(ug_by_token=False))
     assert place.ug_ctas_per_token is None
     assert [place.ug_tasks_of(cta) for cta in range(256)] == [3] * 256
 
 
 def test_without_padding_the_sixteen_rows_of_an_operand_share_a_bank():
-    place = Placement(RankShape(), 4, tuning=Tuning(pad_rows=False))
+    place = Plan(RankShape(), 4, tuning=Tuning(pad_rows=False))
     for pitch in (place.xn8_row, place.mid_row, place.o_row):
         assert len({row * pitch % 64 for row in range(16)}) == 1
 
 
 def test_thresholds_are_where_the_tuning_says():
-    wide = [s for s in range(1, 17) if Placement(SMALL, s, tuning=Tuning(wide_from=3)).wide]
+    wide = [s for s in range(1, 17) if Plan(SMALL, s, tuning=Tuning(grouped_from=3)).wide]
     assert wide == list(range(3, 17))
-    owner = Tuning(owner_reduce_from=9)
-    assert next(s for s in range(1, 17) if Placement(SMALL, s, tuning=owner).owner_reduce) == 9
-    assert not Placement(SMALL, 16, tuning=Tuning(owner_reduce_from=17)).owner_reduce
+    owner = Tuning(two_shot_from=9)
+    assert next(s for s in range(1, 17) if Plan(SMALL, s, tuning=owner).two_shot) == 9
+    assert not Plan(SMALL, 16, tuning=Tuning(two_shot_from=17)).two_shot
 
 
 # --- kernels ---
@@ -145,7 +145,7 @@ def test_a_turned_knob_is_another_kernel_under_another_name(name, value, tokens)
 
 
 @pytest.mark.parametrize(
-    ("change", "tokens"), [({"owner_reduce_from": 9}, 9), ({"wide_from": 4}, 4)]
+    ("change", "tokens"), [({"two_shot_from": 9}, 9), ({"grouped_from": 4}, 4)]
 )
 def test_a_threshold_moves_the_form_of_the_output_projection(change, tokens):
     turned = assembly(tokens, "output", Tuning(**change))
@@ -154,7 +154,7 @@ def test_a_threshold_moves_the_form_of_the_output_projection(change, tokens):
 
 def test_the_wide_experts_are_refused_wherever_they_begin():
     with pytest.raises(ValueError, match=r"experts of 2 tokens.*build at most 1"):
-        assembly(2, tuning=Tuning(wide_from=2))
+        assembly(2, tuning=Tuning(grouped_from=2))
 
 
 # --- results ---
@@ -213,7 +213,7 @@ def test_all_knobs_turned_at_once_change_no_bit(tokens, npes):
 def test_an_earlier_owner_reduce_changes_no_bit():
     from m3lab.verify.verdicts import unequal_bits
 
-    step, result = run(5, 4, "output", owner_reduce_from=5)
+    step, result = run(5, 4, "output", two_shot_from=5)
     _, expected = default(5, 4, "output")
     for rank, want in enumerate(expected.ranks):
         gathered, current = step.peers.view(
@@ -245,13 +245,13 @@ def test_only_as_many_copies_of_the_scores_are_published():
 
 
 def test_router_tasks_one_token_after_another_are_on_sixteen_ctas():
-    place = Placement(SMALL, 4, npes=1)
+    place = Plan(SMALL, 4, npes=1)
     row_in = stamped(4, "router", router_by_token=True)[22]
     assert row_in == {place.bases["router"] + i for i in range(16)}
 
 
 def test_merged_in_the_output_tasks_every_one_of_them_waits_for_the_partitions():
-    place = Placement(SMALL, 2, npes=1)
+    place = Plan(SMALL, 2, npes=1)
     partitions_in = stamped(2, "output", merge_in_output=True)[3]
     assert partitions_in == {16 + i for i in range(place.o_tasks)}
 

@@ -126,7 +126,7 @@ def test_the_exact_rows_of_all_ranks_are_the_exact_layers(four_ranks):
     ("field", "failing"),
     [
         ("weights", {"weights", "ffn", "ar_out", "ranks"}),
-        ("mids", {"mid", "ffn", "ar_out"}),
+        ("intermediates", {"mid", "ffn", "ar_out"}),
         ("ffn", {"ffn", "ffn_sum"}),
         ("ar_out", {"ar_out", "ffn_sum", "ranks"}),
         ("sigmoids", {"sigmoid", "keys", "copies", "ranks", "weights"}),
@@ -183,7 +183,9 @@ def test_an_expert_outside_the_pool_makes_nan_and_never_passes(four_ranks, resul
     assert {"sel", "picks", "mid", "ffn", "ar_out"} <= failed(four_ranks, result)
 
 
-@pytest.mark.parametrize("field", ["sp_l", "attnq", "a", "xn8", "xsc", "sigmoids", "mids", "ffn"])
+@pytest.mark.parametrize(
+    "field", ["sp_l", "attnq", "a", "xn8", "xsc", "sigmoids", "intermediates", "ffn"]
+)
 def test_a_nan_in_any_format_is_counted(four_ranks, result, field):
     tensor = result.ranks[3][field]
     bytes_of_nan = {"attnq": 0x7F, "xn8": 0xFF, "xsc": 0xFF}
@@ -196,7 +198,7 @@ def test_a_padding_rows_values_are_nobodys_business():
     step = whole(2, npes=1, pad_rows=1)
     result = published(step)
     views = result.ranks[0]
-    for name in ("xn8", "xsc", "experts", "weights", "mids", "ar_out", "h_mid"):
+    for name in ("xn8", "xsc", "experts", "weights", "intermediates", "ar_out", "h_mid"):
         tensor = views[name]
         tensor[1] = torch.nan if tensor.is_floating_point() else 0x7F
     for name in ("keys", "sigmoids", "ffn"):

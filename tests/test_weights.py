@@ -226,7 +226,7 @@ def test_a_rank_or_a_shape_that_is_not_the_layers_is_refused(layer):
 def test_placing_writes_only_the_experts_there_are(layer):
     memory = Memory(capacity=1 << 24)
     p = shard.prepare(layer, RankShape(SMALL, 4), 2)
-    placed = p.place(memory)
+    placed = p.upload(memory)
     a, size = placed["w13"], p.w13[0].numel()
     assert a.rank == 2
     assert a.nbytes == 129 * size
@@ -242,7 +242,7 @@ def test_placing_writes_only_the_experts_there_are(layer):
 def test_placing_mxfp8_tables_makes_their_pointer_array(layer):
     memory = Memory(capacity=1 << 24)
     p = shard.prepare(layer, RankShape(SMALL, 4), 0, shared_fp8=True)
-    placed = p.place(memory, names=w.SHARED_TABLES)
+    placed = p.upload(memory, names=w.SHARED_TABLES)
     addresses = placed["sh_args"].read(torch.int64, (4,)).tolist()
     assert addresses == [placed[name].addr for name in w.SHARED_TABLES]
     assert set(placed) == {*w.SHARED_TABLES, "sh_args"}

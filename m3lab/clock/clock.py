@@ -7,7 +7,8 @@ first use (vector memory returns in order, as vmcnt counts it; what a CTA reques
 it waits for any of it is a burst, served together); a stored word can be seen by other
 CTAs after a latency, and a poll ends when the latest of its words is seen; a barrier takes the
 slowest wave. Time does not depend on the schedule: how many CTAs stream, or poll one line, at a
-point of the program is a ``Census``, which a lockstep run takes and a split schedule is given.
+point of the program is a ``LockstepProfile``, which a lockstep run takes and a split schedule is
+given.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 
-from m3lab.clock.device_model import Part, load_part
+from m3lab.clock.device_model import DeviceModel, load_device_model
 from m3lab.clock.events import Event, class_cost, scalar_load, weave
 from m3lab.clock.hbm import Bursts, Lines
-from m3lab.clock.polling import Census, Poll, Spinning
+from m3lab.clock.polling import LockstepProfile, Poll, PollContention
 from m3lab.interpreter.counters import bank_cycles
 from m3lab.interpreter.memory import Memory
 from m3lab.interpreter.order import NONE, SYSTEM
@@ -114,14 +115,14 @@ class Clock:
 
     def __init__(
         self,
-        part: Part | None = None,
+        part: DeviceModel | None = None,
         *,
-        census: Census | None = None,
+        census: LockstepProfile | None = None,
         free: Iterable[str] = (),
     ) -> None:
-        self.part = part or load_part()
+        self.part = part or load_device_model()
         self.given = census
-        self.census = census or Census()
+        self.census = census or LockstepProfile()
         self.free = frozenset(free)
         self.started = False
 
@@ -168,7 +169,7 @@ class Clock:
             self.part, self.rank, n_waves, self.given.served if self.given else None
         )
         self.lines = Lines(memory.used, device)
-        self.spinning = Spinning(self.rank, self.given, self.census, self.part.channels)
+        self.spinning = PollContention(self.rank, self.given, self.census, self.part.channels)
         self.entered: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shadow = memory.shadow_words()  # per word: (time seen, wave, CTA) of its last store
         self.starts, self.owners = memory.owners()

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-PARTS = Path(__file__).resolve().parent / "devices"
+DEVICES = Path(__file__).resolve().parent / "devices"
 
 
 @dataclass(frozen=True)
-class Part:
+class DeviceModel:
     """The constants of ``devices/<name>.yaml``; units are in the names (ns, clk, gbs: GB/s)."""
 
     name: str
@@ -50,7 +50,7 @@ class Part:
     channels: float
     launch_ns: float
 
-    def with_values(self, **values: float) -> Part:
+    def with_values(self, **values: float) -> DeviceModel:
         """A part with other constants. Raises ValueError for a name it does not have."""
         for name in values:
             if name not in CONSTANTS:
@@ -58,21 +58,21 @@ class Part:
         return replace(self, **dict[str, Any](values))
 
 
-CONSTANTS = tuple(f.name for f in fields(Part) if f.name != "name")
+CONSTANTS = tuple(f.name for f in fields(DeviceModel) if f.name != "name")
 
 
-def read_part(name: str = "mi355x") -> dict[str, Any]:
+def read_device_model(name: str = "mi355x") -> dict[str, Any]:
     """A part file as written: name, and constants with value, unit and source."""
-    path = PARTS / f"{name}.yaml"
+    path = DEVICES / f"{name}.yaml"
     if not path.exists():
-        known = ", ".join(sorted(p.stem for p in PARTS.glob("*.yaml")))
+        known = ", ".join(sorted(p.stem for p in DEVICES.glob("*.yaml")))
         raise ValueError(f"no part is named {name!r}; there are: {known}")
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def load_part(name: str = "mi355x") -> Part:
+def load_device_model(name: str = "mi355x") -> DeviceModel:
     """The part ``name``. Raises ValueError where the file lacks a constant or its source."""
-    data = read_part(name)
+    data = read_device_model(name)
     constants = data["constants"]
     for constant in CONSTANTS:
         entry = constants.get(constant)
@@ -80,4 +80,4 @@ def load_part(name: str = "mi355x") -> Part:
             raise ValueError(f"{name}.yaml must give {constant} a value, a unit and a source")
         if not float(entry["value"]) > 0:
             raise ValueError(f"{name}.yaml: {constant} must be positive, got {entry['value']}")
-    return Part(data["name"], **{c: float(constants[c]["value"]) for c in CONSTANTS})
+    return DeviceModel(data["name"], **{c: float(constants[c]["value"]) for c in CONSTANTS})

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from m3lab.clock.device_model import Part
+from m3lab.clock.device_model import DeviceModel
 from m3lab.interpreter.prepare import SIMPLE, Code, Prepared, op_class
 
 _LOADS = ("llvm.load", "rocdl.raw.ptr.buffer.load")
@@ -106,7 +106,7 @@ def _matrix_class(op: Any) -> str:
     return "mfma_fp4" if narrow else "mfma_scaled"
 
 
-def class_cost(name: str, part: Part) -> tuple[float, float]:
+def class_cost(name: str, part: DeviceModel) -> tuple[float, float]:
     """Clocks one unit of a class costs: (of the SIMD, which its waves share; of the wave)."""
     if name == "valu":
         return part.issue_valu_clk * part.instructions_per_op, 0.0

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from m3lab.clock.device_model import Part
+from m3lab.clock.device_model import DeviceModel
 
 SLOT_NS = 50.0
 _LINE = 128  # bytes of a cache line
@@ -122,7 +122,7 @@ class Bursts:
     """
 
     def __init__(
-        self, part: Part, rank: torch.Tensor, n_waves: int, given: torch.Tensor | None
+        self, part: DeviceModel, rank: torch.Tensor, n_waves: int, given: torch.Tensor | None
     ) -> None:
         """``rank``: each CTA's, numbered from 0; ``given``: ``served`` of an earlier run."""
         self.rank, self.n_waves, self.given = rank, n_waves, given

@@ -21,7 +21,7 @@ Nth = tuple[str, int, int]  # and the how manieth time its polling loop is enter
 
 
 @dataclass
-class Census:
+class LockstepProfile:
     """What a lockstep run saw and a split schedule is given.
 
     ``streams``: the most CTAs of a rank that execute an operation together. ``polled``: of a poll,
@@ -59,12 +59,16 @@ class _Loop:
     tried: tuple[int, int] = (0, 0)
 
 
-class Spinning:
+class PollContention:
     """The polls of one run. ``rank``: each CTA's, numbered from 0; ``given``: the census to go by,
     else ``census`` is filled."""
 
     def __init__(
-        self, rank: torch.Tensor, given: Census | None, census: Census, channels: float
+        self,
+        rank: torch.Tensor,
+        given: LockstepProfile | None,
+        census: LockstepProfile,
+        channels: float,
     ) -> None:
         self.rank, self.given, self.census, self.channels = rank, given, census, channels
         self.n_ranks = int(rank.max()) + 1

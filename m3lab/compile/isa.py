@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from m3lab.compile.trace import Build
+from m3lab.compile.trace import BuildResult
 
 LDS_LIMIT = 163_840  # bytes a workgroup may have on gfx950 (k4.md)
 
@@ -103,7 +103,7 @@ def classify(mnemonic: str) -> str:
 
 
 def figures(asm: str, code_bytes: int | None = None) -> IsaFigures:
-    """Figures of the one kernel in ``asm``. ``code_bytes``: of ``Build``, where it was made.
+    """Figures of the one kernel in ``asm``. ``code_bytes``: of ``BuildResult``, where it was made.
 
     Raises ValueError when the text holds no kernel metadata or several kernels.
     """
@@ -124,8 +124,8 @@ def figures(asm: str, code_bytes: int | None = None) -> IsaFigures:
     )
 
 
-def figures_of(build: Build) -> IsaFigures:
-    """Figures of a ``Build`` made with emit "asm" (and "size", for the code bytes)."""
+def figures_of(build: BuildResult) -> IsaFigures:
+    """Figures of a ``BuildResult`` made with emit "asm" (and "size", for the code bytes)."""
     if build.asm is None:
         raise ValueError(f'{build.name} was built without its assembly; build it with emit "asm"')
     return figures(build.asm, build.code_bytes)
@@ -226,9 +226,10 @@ _PEER = {
 def by_source(lines: str) -> pd.DataFrame:
     """Instructions per source file (a stage each) and class, and their total.
 
-    ``lines``: ``Build.lines`` (emit "lines"). An instruction belongs to the position of the last
-    ``.loc`` before it, which the compiler also keeps for what it moves or makes itself; the file
-    "(none)" holds those before the first. Raises ValueError when the text has no ``.loc`` lines.
+    ``lines``: ``BuildResult.lines`` (emit "lines"). An instruction belongs to the position of the
+    last ``.loc`` before it, which the compiler also keeps for what it moves or makes itself; the
+    file "(none)" holds those before the first. Raises ValueError when the text has no ``.loc``
+    lines.
     """
     counts: dict[str, Counter[str]] = {}
     for position, mnemonic in _instructions(lines):

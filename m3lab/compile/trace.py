@@ -1,4 +1,4 @@
-"""Build a FlyDSL launcher for gfx950 with no GPU, and keep what was built on disk.
+"""BuildResult a FlyDSL launcher for gfx950 with no GPU, and keep what was built on disk.
 
 Tracing gives an MLIR module; its passes are run here up to the interpreter's level (a ``Program``)
 and on to assembly or a code object. Nothing is launched, FlyDSL's own cache is not touched, and the
@@ -67,7 +67,7 @@ class BuildError(RuntimeError):
 
 
 @dataclass
-class Build:
+class BuildResult:
     """What one build gave. Parts that were not asked for are None.
 
     ``lines``: the same assembly with ``.loc`` lines, each naming the stage's own source line.
@@ -95,7 +95,7 @@ def build(
     emit: Sequence[str] = ("program", "asm"),
     arch: str = "gfx950",
     cache: Path | None = None,
-) -> Build:
+) -> BuildResult:
     """Trace a ``@flyc.jit`` launcher with ``args`` and make the parts named in ``emit``.
 
     ``args``: one integer per argument (addresses as Int64; any value does, nothing is launched).
@@ -125,7 +125,7 @@ def build_cached(
     emit: Sequence[str] = ("program",),
     arch: str = "gfx950",
     cache: Path | None = None,
-) -> Build:
+) -> BuildResult:
     """Like ``build``, but find the parts by ``spec`` (of ``spec_key``) without tracing.
 
     ``make() -> (launcher, args)`` is called only when a part is missing. A hit imports no flydsl
@@ -138,7 +138,7 @@ def build_cached(
     # short cut would then file one version's build under the other's key. Tracing is always right.
     settled = _source_hashes() == _SOURCES_AT_IMPORT
     if settled and isinstance(found := _read(entry), dict):
-        hit = Build(name=found["name"], key=found["key"], arch=arch)
+        hit = BuildResult(name=found["name"], key=found["key"], arch=arch)
         if _load_parts(hit, emit, root):
             return hit
     require_flydsl("building a kernel that is not in the cache")
@@ -246,7 +246,7 @@ def _trace(launcher: Any, args: Sequence[int]) -> _Traced:
 
 def _finish(
     traced: _Traced, emit: Sequence[str], arch: str, seconds: dict[str, float], root: Path
-) -> Build:
+) -> BuildResult:
     """Load the parts that are in the cache, make the others."""
     key = _digest(
         _portable(traced.text),
@@ -255,7 +255,7 @@ def _finish(
         PROGRAM_VERSION,
         *(_file_hash(_PACKAGE / name) for name in _TOOLS),
     )
-    result = Build(name=traced.name, key=key, arch=arch)
+    result = BuildResult(name=traced.name, key=key, arch=arch)
     if _load_parts(result, emit, root):
         result.seconds.update(seconds)
         return result
@@ -523,11 +523,11 @@ _SOURCES_AT_IMPORT = _source_hashes()
 _FIELDS = {"size": "code_bytes", "object": "code_object"}  # other parts: fields of their own name
 
 
-def _set(target: Build, part: str, value: Any) -> None:
+def _set(target: BuildResult, part: str, value: Any) -> None:
     setattr(target, _FIELDS.get(part, part), value)
 
 
-def _has(target: Build, part: str) -> bool:
+def _has(target: BuildResult, part: str) -> bool:
     return getattr(target, _FIELDS.get(part, part)) is not None
 
 
@@ -535,7 +535,7 @@ def _part_file(root: Path, key: str, part: str) -> Path:
     return root / f"{key}.{part}"
 
 
-def _load_parts(target: Build, emit: Sequence[str], root: Path) -> bool:
+def _load_parts(target: BuildResult, emit: Sequence[str], root: Path) -> bool:
     """Fill in what the cache holds of ``emit``; whether that is all of it."""
     start = time.perf_counter()
     for part in emit:

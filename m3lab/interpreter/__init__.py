@@ -16,7 +16,7 @@ from m3lab.interpreter.errors import (
     PartialMask,
     ProgramOrder,
     StaleRead,
-    Tainted,
+    UninitializedRead,
     UnknownOperation,
 )
 from m3lab.interpreter.machine import Checks
@@ -27,5 +27,5 @@ from m3lab.interpreter.run import Launch, RunReport, run
 __all__ = [
     "Allocation", "Checks", "Deadlock", "InterpreterError", "Launch", "LdsRace", "Memory",
     "Misaligned", "NaNMade", "NonUniform", "OutOfBounds", "PartialMask", "Program",
-    "ProgramOrder", "RunReport", "StaleRead", "Tainted", "UnknownOperation", "run",
+    "ProgramOrder", "RunReport", "StaleRead", "UninitializedRead", "UnknownOperation", "run",
 ]  # fmt: skip

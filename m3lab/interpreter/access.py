@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import lds_access, taint
+from m3lab.interpreter import lds_access, uninitialized
 from m3lab.interpreter.errors import Misaligned, NonUniform, OutOfBounds, ProgramOrder, StaleRead
 from m3lab.interpreter.machine import LANES, Active, Machine
 from m3lab.interpreter.memory import BASE, Allocation, _Miss
@@ -104,13 +104,13 @@ def _load(
         machine.polls.append((op, safe, raw, live))
         machine.poll_act = act
     unknown: Any = None
-    if machine.checks.taint and any(a.tracked for a in found):
+    if machine.checks.uninitialized and any(a.tracked for a in found):
         written = gather(memory.defined_views, safe, nbytes)
         if bool((written != -1).any()) if written.dtype != torch.uint8 else True:
             mark = ~written
             if zero is not None:
                 mark = torch.where(zero.unsqueeze(-1), torch.zeros_like(mark), mark)
-            unknown = taint.clean(mark_as(mark, t))
+            unknown = uninitialized.clean(mark_as(mark, t))
     if zero is not None and bool(zero.any()):
         raw = torch.where(zero.unsqueeze(-1), torch.zeros_like(raw), raw)
     machine.set(op.results[0], as_type(raw, t), unknown)
@@ -450,8 +450,8 @@ def memrealtime(machine: Machine, op: Any, act: Active) -> None:
 def undefined(machine: Machine, op: Any, act: Active) -> None:
     """A value of which every bit counts as never written."""
     value = LANE[op.kind](op, device=machine.device)
-    known = not isinstance(value, torch.Tensor) or not machine.checks.taint
-    machine.set(op.results[0], value, None if known else taint.full_like(value))
+    known = not isinstance(value, torch.Tensor) or not machine.checks.uninitialized
+    machine.set(op.results[0], value, None if known else uninitialized.full_like(value))
 
 
 @machine_op("gpu.block_id")

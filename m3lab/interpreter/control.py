@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import taint
+from m3lab.interpreter import uninitialized
 from m3lab.interpreter.machine import Active, Machine, Pause, Value, Wait
 from m3lab.interpreter.prepare import Code, machine_op
 
@@ -170,9 +170,9 @@ def _blend_marks(
     if isinstance(new, tuple):
         return None
     if mark is None:
-        mark = torch.zeros_like(new, dtype=taint.int_dtype(new.dtype))
+        mark = torch.zeros_like(new, dtype=uninitialized.int_dtype(new.dtype))
     if base_mark is None and base is not None:
-        base_mark = torch.zeros_like(base, dtype=taint.int_dtype(base.dtype))
+        base_mark = torch.zeros_like(base, dtype=uninitialized.int_dtype(base.dtype))
     out = blend(base_mark, mark, sub, shape)
     return out if bool((out != 0).any()) else None
 
@@ -228,8 +228,8 @@ def scf_if(machine: Machine, op: Any, act: Active) -> Generator[Any, None, None]
         for s, x, y, xm, ym in zip(op.results, a, b, am, bm, strict=True):
             machine.vals[s] = _where(cond, x, y)
             if xm is not None or ym is not None:
-                xm = taint.full_like(x) * 0 if xm is None else xm
-                ym = taint.full_like(y) * 0 if ym is None else ym
+                xm = uninitialized.full_like(x) * 0 if xm is None else xm
+                ym = uninitialized.full_like(y) * 0 if ym is None else ym
                 mark = _where(cond, xm, ym)
                 if bool((mark != 0).any()):
                     machine.taints[s] = mark

@@ -23,7 +23,7 @@ class Misaligned(InterpreterError):
     """An access whose address is not a multiple of what the access needs."""
 
 
-class Tainted(InterpreterError):
+class UninitializedRead(InterpreterError):
     """A value that nothing wrote reached a store, a branch, an address or a used result."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import taint
+from m3lab.interpreter import uninitialized
 from m3lab.interpreter.errors import LdsRace, Misaligned, OutOfBounds
 from m3lab.interpreter.machine import Active, Machine
 from m3lab.interpreter.ops.pointer import type_bytes
@@ -62,7 +62,7 @@ def load(machine: Machine, op: Any, act: Active, ptr: torch.Tensor) -> None:
         machine.shared.clock.lds(machine, op, act, addr, nbytes)
     unknown: Any = None
     checks = machine.checks
-    if checks.races or checks.taint:
+    if checks.races or checks.uninitialized:
         unknown = _read_checks(machine, op, act, offset, live, t, nbytes)
     machine.set(op.results[0], as_type(raw, t), unknown)
 
@@ -99,7 +99,7 @@ def _read_checks(
     if machine.checks.races and bool(raced.any()):
         i = int(raced.nonzero()[0, 0])
         _race(machine, op, int(flat[i]), int(rows[i]), int(waves[i]), "reads", "changed")
-    if not machine.checks.taint or not bool(never.any()):
+    if not machine.checks.uninitialized or not bool(never.any()):
         return None
     lane_bad = never.view(-1, words)
     mark = torch.zeros((*shape, words), dtype=torch.bool, device=flat.device)
@@ -110,7 +110,7 @@ def _read_checks(
     bits = torch.where(mark, -1, 0).to(torch.int32)
     if nbytes < 4:
         bits = bits.to({1: torch.int8, 2: torch.int16}[nbytes])
-    return taint.clean(mark_as(bits.contiguous(), t))
+    return uninitialized.clean(mark_as(bits.contiguous(), t))
 
 
 def _race(machine: Machine, op: Any, word: int, row: int, wave: int, does: str, did: str) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import taint
+from m3lab.interpreter import uninitialized
 from m3lab.interpreter.counters import Counters
 from m3lab.interpreter.errors import (
     InterpreterError,
     NaNMade,
     PartialMask,
-    Tainted,
+    UninitializedRead,
     UnknownOperation,
 )
 from m3lab.interpreter.lds import Lds
@@ -37,7 +37,7 @@ Value = Any  # a tensor, or a tuple of tensors (buffer resources, struct results
 class Checks:
     """Which checks run. Out-of-bounds and unknown operations are always errors."""
 
-    taint: bool = True
+    uninitialized: bool = True
     races: bool = True
     stale: bool = True
     order: bool = True
@@ -236,7 +236,7 @@ class Machine:
         unknown = [self.taints.get(s) for s in op.operands]
         if all(u is None for u in unknown):
             return
-        t = taint.of(op, operands, unknown, result)
+        t = uninitialized.of(op, operands, unknown, result)
         if t is None:
             return
         if len(op.results) == 1:
@@ -277,7 +277,7 @@ class Machine:
         return t if act.mask is None else t & act.mask
 
     def forbid_taint(self, slot: int, act: Active, what: str, only: Any = None) -> None:
-        """Raise Tainted when an active lane's value in ``slot`` has a bit nothing wrote."""
+        """UninitializedRead when an active lane's value in ``slot`` has a bit nothing wrote."""
         t = self.taints.get(slot)
         if t is None:
             return
@@ -286,11 +286,11 @@ class Machine:
         for part in parts:
             if part is None:
                 continue
-            bad = self.active(act, taint.lanes(part, vector))
+            bad = self.active(act, uninitialized.lanes(part, vector))
             if only is not None:
                 bad = bad & only
             if bool(bad.any()):
-                raise Tainted(
+                raise UninitializedRead(
                     f"{self.line(self.op)}: {what} depends on memory that nothing wrote "
                     f"({self.where(self.first(bad.expand(act.shape)))})"
                 )
@@ -305,8 +305,8 @@ class Machine:
         if self.taints:
             marks = [self.taints.get(s) for s in op.operands]
             if any(m is not None for m in marks):
-                unknown = taint.moved(fn, op, operands, marks, act.mask, result)
-        if self.checks.taint and source is not None and act.mask is not None:
+                unknown = uninitialized.moved(fn, op, operands, marks, act.mask, result)
+        if self.checks.uninitialized and source is not None and act.mask is not None:
             mask = act.mask.expand(*act.mask.shape[:2], LANES)
             lanes = source.expand(*common_shape(source.shape, mask.shape))
             mask = mask.expand(lanes.shape)
@@ -326,7 +326,7 @@ class Machine:
         if result.dtype == torch.bool:
             return unknown
         wide = off.unsqueeze(-1) if result.dim() > 3 else off
-        full = taint.full_like(result)
+        full = uninitialized.full_like(result)
         marked = torch.where(wide, full, torch.zeros_like(full))
         return marked if unknown is None else marked | unknown
 
@@ -355,7 +355,7 @@ class Machine:
             t = self.taints.get(slot)
             if t is None:
                 continue
-            m = taint.lanes(t, op.in_types[place].n > 0)
+            m = uninitialized.lanes(t, op.in_types[place].n > 0)
             if "16x16" not in op.kind:
                 part = m.any(-1, keepdim=True).unsqueeze(-1).expand(*m.shape, result.shape[-1])
             elif place == 2:
@@ -369,7 +369,7 @@ class Machine:
                     part = by_row.repeat(1, 1, 4).unsqueeze(-1)
             hit = part if hit is None else hit | part
         if hit is not None and bool(hit.any()):
-            full = taint.full_like(result)
+            full = uninitialized.full_like(result)
             self.taints[op.results[0]] = torch.where(hit, full, torch.zeros_like(full))
 
     def barrier(self, op: Any, act: Active) -> None:

@@ -227,7 +227,7 @@ class Memory:
             allocation.poison()
         return allocation
 
-    def place(self, name: str, tensor: torch.Tensor, *, rank: int = 0) -> Allocation:
+    def upload(self, name: str, tensor: torch.Tensor, *, rank: int = 0) -> Allocation:
         """An allocation that holds a copy of ``tensor``."""
         allocation = self.alloc(name, tensor.numel() * tensor.element_size(), rank=rank)
         allocation.write(tensor)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from m3lab.interpreter import taint
+from m3lab.interpreter import uninitialized
 from m3lab.interpreter.program import Type
 
 ELEMENTS = {
@@ -62,7 +62,7 @@ def as_words(value: torch.Tensor, nbytes: int, unit: int, vector: bool) -> torch
 def mark_as(mark: torch.Tensor, t: Type) -> torch.Tensor:
     if t.elem == "i1":
         return (mark != 0).squeeze(-1)
-    return as_type(mark, t).view(taint.int_dtype(ELEMENTS.get(t.elem, torch.int64)))
+    return as_type(mark, t).view(uninitialized.int_dtype(ELEMENTS.get(t.elem, torch.int64)))
 
 
 def alignment(op: Any, nbytes: int) -> int:

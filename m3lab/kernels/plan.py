@@ -1,6 +1,6 @@
 """Which CTA runs which task of the post-attention kernel, and how its LDS is cut.
 
-Plain Python: integers in, integers out, no flydsl, no torch. A ``Placement`` holds every task
+Plain Python: integers in, integers out, no flydsl, no torch. A ``Plan`` holds every task
 count, stage base and LDS size of one build (rank shape, tokens, peers, CTAs); the kernels read
 them and the tests check them against brute force. What a stage does with its tasks is not here.
 """
@@ -42,7 +42,7 @@ def scale_pitch(chunks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Plan:
     """Tasks, stage bases and LDS of one build.
 
     ``tokens`` rows on a rank of ``shape`` in a group of ``npes`` peers, on ``blocks`` CTAs;
@@ -93,7 +93,7 @@ class Placement:
             )
         # one kv head's splits and the widest other stage side by side; every split task of a step
         # on a CTA of its own, since a long context's splits wait for each other
-        beside = 0 if self.wide else max(self.o_tasks, self.down_tasks)
+        beside = 0 if self.grouped else max(self.o_tasks, self.down_tasks)
         need = max(N_SPLIT * self.tokens + beside, self.split_tasks)
         if self.blocks < need:
             raise ValueError(
@@ -108,14 +108,14 @@ class Placement:
     # ------------------------------------------------------------------ which form
 
     @property
-    def wide(self) -> bool:
+    def grouped(self) -> bool:
         """The mixture of experts runs expert by expert, its weights read once for all tokens."""
-        return self.tokens >= self.tuning.wide_from
+        return self.tokens >= self.tuning.grouped_from
 
     @property
-    def owner_reduce(self) -> bool:
+    def two_shot(self) -> bool:
         """The all-reduces go through the row group's owner rank (two hops, half the bytes)."""
-        return self.tokens >= self.tuning.owner_reduce_from and self.npes > 1
+        return self.tokens >= self.tuning.two_shot_from and self.npes > 1
 
     # ------------------------------------------------------------------ task counts
 
@@ -188,7 +188,7 @@ class Placement:
             "down": max(0, min(self.split_tasks, self.blocks - self.down_tasks)),
         }
         base = {name: first % self.blocks for name, first in base.items()}
-        if not self.wide:
+        if not self.grouped:
             base["shared"] = self._shared_base(base)
         return base
 
@@ -304,7 +304,7 @@ class Placement:
     def split_in_pool(self) -> bool:
         """The split's partials take their turn with the pool, where LDS is short: in the wide form
         and on a rank of several kv heads, whose mid rows are long."""
-        return self.wide or self.shape.kv_heads > 1
+        return self.grouped or self.shape.kv_heads > 1
 
     @property
     def tile_words(self) -> int:
@@ -316,9 +316,9 @@ class Placement:
         """The pool that the stages take turns with."""
         s, slots = self.tokens, self.shape.model.top_k + 1
         o_rows = s * self.o_row
-        if not self.wide:
-            mids = slots * self.shape.inter  # as bf16 pairs, then as MXFP8 with its scales
-            mid_words = mids // 2 + mids // 4 + self.mid_scale_row
+        if not self.grouped:
+            intermediates = slots * self.shape.inter  # as bf16 pairs, then as MXFP8 with its scales
+            mid_words = intermediates // 2 + intermediates // 4 + self.mid_scale_row
             xn_words = max(self.shape.hidden // 2, self.xn8_row + self.xn_scale_row)
             rows = s * max(xn_words, mid_words, self.o_row)
             return max(rows, self.partial_words) if self.split_in_pool else rows
@@ -334,7 +334,7 @@ class Placement:
     def partials_words(self) -> int:
         """The array of partials beside the pool: the narrow up / gate tasks', and the split's
         where they are not in the pool."""
-        if self.wide:
+        if self.grouped:
             return 4
         return self.tile_words if self.split_in_pool else max(self.tile_words, self.partial_words)
 
@@ -377,7 +377,7 @@ class Placement:
             "route": 8 * MAX_TOKENS,
             "route_weight": 8 * MAX_TOKENS,
         }
-        if self.wide:
+        if self.grouped:
             words |= {
                 "union": self.union_max + 2,
                 "union_mask": self.union_max + 2,

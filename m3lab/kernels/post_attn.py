@@ -19,17 +19,17 @@ from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
 from m3lab.kernels.attention import o_proj, split
 from m3lab.kernels.attention.select_long import select_long
 from m3lab.kernels.device import gfx950
-from m3lab.kernels.device.context import Build, Context, clear_stamps, flush_stamps, stamp
+from m3lab.kernels.device.context import KernelSpec, TraceContext, clear_stamps, flush_stamps, stamp
 from m3lab.kernels.device.gfx950 import const_expr
 from m3lab.kernels.device.mailbox import launch_tag
 from m3lab.kernels.device.wave import div, mod
 from m3lab.kernels.moe.per_token import experts
 from m3lab.kernels.moe.router import router
-from m3lab.kernels.plan import THREADS, TL_POINTS, WAVE, Placement
+from m3lab.kernels.plan import THREADS, TL_POINTS, WAVE, Plan
 from m3lab.kernels.tuning import Tuning
 from m3lab.model.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
 
-UNTIL = ("output", "router", "experts")  # the last is the whole kernel
+UNTIL = ("o_proj", "router", "experts")  # the last is the whole kernel
 
 # LDS arrays of the stages built so far: placement's name -> element
 LDS_ELEMENTS = {
@@ -92,14 +92,14 @@ def build_post_attn_kernel(
     """
     until = until or UNTIL[-1]
     _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until)
-    place = Placement(shape, tokens, npes, blocks, tuning)
-    if until != "output" and place.wide:
+    plan = Plan(shape, tokens, npes, blocks, tuning)
+    if until != "o_proj" and plan.grouped:
         raise ValueError(
             f"not built yet: the router and experts of {tokens} tokens, the wide form "
-            f"(build at most {tuning.wide_from - 1}, or until='output')"
+            f"(build at most {tuning.grouped_from - 1}, or until='o_proj')"
         )
-    build = Build(
-        place=place,
+    spec = KernelSpec(
+        plan=plan,
         cache=cache,
         sm_scale=sm_scale,
         eps=eps,
@@ -112,7 +112,7 @@ def build_post_attn_kernel(
         shared_fp8=shared_fp8,
         last_stage=UNTIL.index(until),
     )
-    smem = _shared_memory(build)
+    smem = _shared_memory(spec)
     symbol = kernel_symbol(
         "minimax_m3_post_attn",
         (sm_scale, eps, route_scale, shared_weight, swiglu_limit),
@@ -175,7 +175,7 @@ def build_post_attn_kernel(
             w_gate, bias, w13, s13, w2, s2, sh_args, h_mid, ar_out, scratch, sym, peers, step,
             rank, layer, bt_width, q_len, tl, k1_args, positions, slot_mapping, res,
         )  # fmt: skip
-        ctx = open_context(build, smem, args)
+        ctx = open_context(spec, smem, args)
         clear_stamps(ctx)
         stamp(ctx, 0)
         select_long(ctx)  # 0, contexts past 512 blocks
@@ -184,10 +184,10 @@ def build_post_attn_kernel(
         split.merge(ctx)  # 2b
         o_proj.project(ctx)  # 3
         stamp(ctx, 4)
-        if const_expr(build.last_stage >= UNTIL.index("router")):
+        if const_expr(spec.last_stage >= UNTIL.index("router")):
             router(ctx)  # 4
             stamp(ctx, 5)
-        if const_expr(build.last_stage >= UNTIL.index("experts")):
+        if const_expr(spec.last_stage >= UNTIL.index("experts")):
             experts(ctx)  # 5
         flush_stamps(ctx)
 
@@ -261,32 +261,32 @@ def _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks,
         )
 
 
-def _shared_memory(build: Build) -> type:
+def _shared_memory(spec: KernelSpec) -> type:
     """The LDS arrays of the stages that are built, as a FlyDSL struct."""
-    place = build.place
+    plan = spec.plan
     fields = {
-        name: fx.Array[element, place.lds_words[name], 16]
+        name: fx.Array[element, plan.lds_words[name], 16]
         for name, element in LDS_ELEMENTS.items()
-        if not (name == "partials" and place.wide)
+        if not (name == "partials" and plan.grouped)
     }
-    if build.timeline:
+    if spec.timeline:
         fields["stamps"] = fx.Array[fx.Int64, TL_POINTS, 16]
     return fx.struct(type("SharedMemory", (), {"__annotations__": fields}))
 
 
-def open_context(build: Build, smem: type, args: tuple) -> Context:
+def open_context(spec: KernelSpec, smem: type, args: tuple) -> TraceContext:
     """The context of this trace: thread indices, LDS pointers, buffers, tag."""
     named = SimpleNamespace(**dict(zip(ARG_NAMES, args, strict=True)))
     storage = fx.SharedAllocator().allocate(smem).peek()
     lds = SimpleNamespace(**{name: getattr(storage, name).ptr for name in smem.__annotations__})
-    if not build.place.wide:
+    if not spec.plan.grouped:
         lds.tiles = lds.partials
-    if build.place.split_in_pool:  # the stages take turns with the pool
+    if spec.plan.split_in_pool:  # the stages take turns with the pool
         lds.partials = fx.recast_iter(fx.Float32, lds.pool)
     tid = fx.thread_idx.x
     lane = mod(tid, WAVE)
-    return Context(
-        build=build,
+    return TraceContext(
+        spec=spec,
         args=named,
         lds=lds,
         tid=tid,

@@ -3,7 +3,7 @@
 Most stand for a change whose gain was measured by others on an MI355X (docs/model.md's table), so
 that every one of them can be modelled, and swept as an ablation. Plain values only: what a knob
 does is decided where the schedule is, in ``placement`` and the stage modules. None leaves a choice
-to ``Placement``. No knob changes what a step computes, not by a bit.
+to ``Plan``. No knob changes what a step computes, not by a bit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass, fields
 from m3lab.layout.regions import SCORE_COPIES
 from m3lab.model.shapes import MAX_TOKENS
 
-NARROW_TOKENS = 4  # the most that the narrow form is built for
-WIDE_FROM = 5
-AG_RS_FROM = 12
+PER_TOKEN_MAX = 4  # the most that the narrow form is built for
+GROUPED_FROM = 5
+TWO_SHOT_FROM = 12
 CHOICES: dict[str, tuple[int, ...]] = {
     "score_copies": tuple(n for n in (1, 2, 4, 8) if n <= SCORE_COPIES),
     "rank_up_to": (128, 256, 512),
     "down_in_flight": (1, 2),
-    "wide_from": tuple(range(1, NARROW_TOKENS + 2)),
-    "owner_reduce_from": tuple(range(WIDE_FROM, MAX_TOKENS + 2)),
+    "grouped_from": tuple(range(1, PER_TOKEN_MAX + 2)),
+    "two_shot_from": tuple(range(GROUPED_FROM, MAX_TOKENS + 2)),
 }
 OPTIONAL = ("ug_by_token", "down_in_flight")  # may be None
 
@@ -56,8 +56,8 @@ class Tuning:
     ``pad_rows``: LDS rows padded so that a matrix operand's 16 rows meet no bank twice (unpadded:
     +3 a task at 16 tokens).
     ``down_in_flight``: tokens whose down weights are in flight when the down products start.
-    ``wide_from``: tokens from which the experts' form is the wide one.
-    ``owner_reduce_from``: tokens from which all-reduces go through an owner rank; 17: never.
+    ``grouped_from``: tokens from which the experts' form is the wide one.
+    ``two_shot_from``: tokens from which all-reduces go through an owner rank; 17: never.
 
     Raises ValueError, in one sentence, for a value that no build has.
     """
@@ -75,8 +75,8 @@ class Tuning:
     ug_by_token: bool | None = None
     pad_rows: bool = True
     down_in_flight: int | None = None
-    wide_from: int = WIDE_FROM
-    owner_reduce_from: int = AG_RS_FROM
+    grouped_from: int = GROUPED_FROM
+    two_shot_from: int = TWO_SHOT_FROM
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -77,7 +77,7 @@ class Memory(Protocol):
     ) -> Allocation:
         """``nbytes`` of ``rank``'s memory; ``uncached``: fine-grained, seen across devices."""
 
-    def place(self, name: str, tensor: Tensor, *, rank: int = 0) -> Allocation:
+    def upload(self, name: str, tensor: Tensor, *, rank: int = 0) -> Allocation:
         """An allocation that holds a copy of ``tensor``."""
 
 
@@ -254,7 +254,7 @@ class PeerBuffers:
                 self._buffers.append(_Buffer(allocation, self._regions))
             table = torch.tensor([a.addr for a in self._allocations], dtype=torch.int64)
             for rank in range(npes):
-                self._tables.append(memory.place("peers", table, rank=rank))
+                self._tables.append(memory.upload("peers", table, rank=rank))
         except BaseException:
             self.free()
             raise
@@ -313,7 +313,7 @@ class StepCounter:
     """The device's step: an int32 that every launch of a decode step reads its tags from."""
 
     def __init__(self, memory: Memory, rank: int = 0) -> None:
-        self._allocation = memory.place("step", torch.zeros(1, dtype=torch.int32), rank=rank)
+        self._allocation = memory.upload("step", torch.zeros(1, dtype=torch.int32), rank=rank)
 
     @property
     def addr(self) -> int:

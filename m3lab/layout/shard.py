@@ -64,7 +64,7 @@ class PreparedLayer:
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: t for name, t in named.items() if isinstance(t, Tensor)}
 
-    def place(self, memory: Memory, names: Sequence[str] | None = None) -> dict[str, Allocation]:
+    def upload(self, memory: Memory, names: Sequence[str] | None = None) -> dict[str, Allocation]:
         """Put the tensors (``names``, default all) into ``memory``: argument name -> allocation.
 
         Of an expert's elements only the present entries are written. With MXFP8 shared tables,
@@ -75,14 +75,14 @@ class PreparedLayer:
             if names is not None and name not in names:
                 continue
             if name not in ("w13", "w2"):
-                placed[name] = memory.place(name, t, rank=self.rank)
+                placed[name] = memory.upload(name, t, rank=self.rank)
                 continue
             placed[name] = memory.alloc(name, t.numel(), rank=self.rank)
             for e in self.present:
                 placed[name].write(t[e], e * t[e].numel())
         if all(name in placed for name in SHARED_TABLES):
             table = torch.tensor([placed[name].addr for name in SHARED_TABLES])
-            placed["sh_args"] = memory.place("sh_args", table, rank=self.rank)
+            placed["sh_args"] = memory.upload("sh_args", table, rank=self.rank)
         return placed
 
 

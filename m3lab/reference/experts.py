@@ -41,7 +41,7 @@ def expert_down(mid: Tensor, w2: ExpertTable) -> Tensor:
     return matmul_t(dequantize_mxfp8(*quantize_mxfp8(mid)), mx_values(*w2))
 
 
-def expert_mids(
+def expert_intermediates(
     x8: Tensor,
     xsc: Tensor,
     experts: Tensor,
@@ -56,25 +56,25 @@ def expert_mids(
     distinct expert, chosen or not: a row's bits then cannot depend on what the others chose.
     """
     x = dequantize_mxfp8(x8, xsc)
-    mids = torch.zeros(())
+    intermediates = torch.zeros(())
     for e in experts.unique().tolist():
         mid = expert_mid(x, w13(e), limit, alpha)
-        mids = torch.where((experts == e)[..., None], mid[:, None], mids)
-    return mids
+        intermediates = torch.where((experts == e)[..., None], mid[:, None], intermediates)
+    return intermediates
 
 
-def expert_partial(mids: Tensor, route: Route, w2: Callable[[int], ExpertTable]) -> Tensor:
+def expert_partial(intermediates: Tensor, route: Route, w2: Callable[[int], ExpertTable]) -> Tensor:
     """One rank's partial MLP rows, bf16 values [tokens, hidden].
 
-    ``mids``: bf16 values [tokens, slots, inter]; ``w2(e)``: the rank's [hidden, inter] of expert e.
-    Slots are added in slot order, each down row times its route weight in fp32.
+    ``intermediates``: bf16 values [tokens, slots, inter]; ``w2(e)``: the rank's [hidden, inter] of
+    expert e. Slots are added in slot order, each down row times its route weight in fp32.
     """
-    token = torch.arange(len(mids))
+    token = torch.arange(len(intermediates))
     down = torch.zeros(())
     for e in route.experts.unique().tolist():
         chosen = route.experts == e
         slot = chosen.int().argmax(-1)  # a token has an expert once; slot 0 where it has not
-        rows = expert_down(mids[token, slot], w2(e))
+        rows = expert_down(intermediates[token, slot], w2(e))
         down = torch.where(chosen[..., None], rows[:, None], down)
     total = torch.zeros_like(down[:, 0])
     for s in range(down.shape[1]):

@@ -16,7 +16,13 @@ from m3lab.reference.attention import (
     split,
 )
 from m3lab.reference.context import Context, Inserted, Row, gather, step_rows
-from m3lab.reference.experts import expert_down, expert_mid, expert_mids, expert_partial, swiglu
+from m3lab.reference.experts import (
+    expert_down,
+    expert_intermediates,
+    expert_mid,
+    expert_partial,
+    swiglu,
+)
 from m3lab.reference.layer import (
     AttentionHalf,
     LayerStep,
@@ -77,8 +83,8 @@ __all__ = [
     "cache_entry",
     "context_blocks",
     "expert_down",
+    "expert_intermediates",
     "expert_mid",
-    "expert_mids",
     "expert_partial",
     "gather",
     "h_mid",

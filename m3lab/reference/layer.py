@@ -17,7 +17,7 @@ from m3lab.model.shapes import ModelShape, RankShape
 from m3lab.model.weights import LayerWeights
 from m3lab.reference.attention import SplitPartials, merge, split
 from m3lab.reference.context import Context, Inserted, Row, ZeroPage, gather, step_rows
-from m3lab.reference.experts import expert_mids, expert_partial
+from m3lab.reference.experts import expert_intermediates, expert_partial
 from m3lab.reference.output import all_reduce, h_mid, output_partial
 from m3lab.reference.pre_attn import (
     CacheEntry,
@@ -72,7 +72,7 @@ class MlpHalf:
     xsc: Tensor  # E8M0 bytes [S, hidden / 32]
     scores: RouterScores
     route: Route
-    mids: list[Tensor]  # [rank]: bf16 values [S, slots, inter]
+    intermediates: list[Tensor]  # [rank]: bf16 values [S, slots, inter]
     partials: list[Tensor]  # [rank]: bf16 values [S, hidden]
     out: Tensor  # bf16 values [S, hidden]
 
@@ -258,14 +258,16 @@ def mlp_half(
     x8, xsc = quantize_mxfp8(xn)
     scores = router_scores(xn, layer.w_gate, layer.bias)
     routed = route(*scores, model.route_scale, model.shared_weight, model.top_k)
-    mids, partials = [], []
+    intermediates, partials = [], []
     for rank in range(shape.tp) if ranks is None else ranks:
         shard = RankShard(layer, shape, rank, shared_fp8)
-        mids.append(
-            expert_mids(x8, xsc, routed.experts, shard.w13, model.swiglu_limit, model.swiglu_alpha)
+        intermediates.append(
+            expert_intermediates(
+                x8, xsc, routed.experts, shard.w13, model.swiglu_limit, model.swiglu_alpha
+            )
         )
-        partials.append(expert_partial(mids[-1], routed, shard.w2))
-    return MlpHalf(xn, x8, xsc, scores, routed, mids, partials, all_reduce(partials))
+        partials.append(expert_partial(intermediates[-1], routed, shard.w2))
+    return MlpHalf(xn, x8, xsc, scores, routed, intermediates, partials, all_reduce(partials))
 
 
 def layer_step(

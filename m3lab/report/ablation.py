@@ -50,8 +50,8 @@ WORDS: dict[tuple[str, Any], str] = {
     ("ug_by_token", False): "up / gate tasks round robin",
     ("pad_rows", False): "LDS rows without padding",
     ("down_in_flight", None): "down weights of {value} tokens in flight",
-    ("wide_from", None): "wide form from {value} tokens",
-    ("owner_reduce_from", None): "all-reduces through an owner from {value} tokens",
+    ("grouped_from", None): "wide form from {value} tokens",
+    ("two_shot_from", None): "all-reduces through an owner from {value} tokens",
 }
 
 

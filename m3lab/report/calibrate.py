@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from m3lab.clock.clock import Clock
-from m3lab.clock.device_model import PARTS, Part, load_part, read_part
+from m3lab.clock.device_model import DEVICES, DeviceModel, load_device_model, read_device_model
 from m3lab.interpreter import Checks, Memory
 from m3lab.kernels.tuning import Tuning
 from m3lab.step import DecodeStep, build_for
@@ -32,11 +32,11 @@ SPREAD = {
     "poll_service_ns": 0.3,
 }
 STEP = 0.15  # of a finite difference, in log units
-NO_CHECKS = Checks(taint=False, races=False, stale=False, order=False, bank_conflicts=False)
+NO_CHECKS = Checks(uninitialized=False, races=False, stale=False, order=False, bank_conflicts=False)
 MARKS = ("<!-- calibration: made by make calibrate -->", "<!-- end of calibration -->")
 
 
-Model = Callable[[int, Tuning, Part], float]  # (tokens, knobs, constants) -> modelled us
+Model = Callable[[int, Tuning, DeviceModel], float]  # (tokens, knobs, constants) -> modelled us
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Row:
     tolerance: float = 0.0
     needs: str = ""
 
-    def modelled_us(self, model: Model, part: Part) -> float:
+    def modelled_us(self, model: Model, part: DeviceModel) -> float:
         value = model(self.tokens, self.after, part)
         return value if self.before is None else value - model(self.tokens, self.before, part)
 
@@ -112,9 +112,9 @@ class Steps:
     device: str = "cpu"
     memory: Memory = field(default_factory=Memory)
     prepared: dict[tuple[int, Tuning], DecodeStep] = field(default_factory=dict)
-    known: dict[tuple[int, Tuning, Part], float] = field(default_factory=dict)
+    known: dict[tuple[int, Tuning, DeviceModel], float] = field(default_factory=dict)
 
-    def modelled_us(self, tokens: int, tuning: Tuning, part: Part) -> float:
+    def modelled_us(self, tokens: int, tuning: Tuning, part: DeviceModel) -> float:
         key = (tokens, tuning, part)
         if key not in self.known:
             clock = Clock(part)
@@ -146,7 +146,7 @@ def build_all(rows: Sequence[Row]) -> None:
 
 def fit(
     model: Model,
-    part: Part,
+    part: DeviceModel,
     priors: dict[str, float],
     rows: Sequence[Row],
     rounds: int = 1,
@@ -180,7 +180,7 @@ def fit(
     return {n: priors[n] * math.exp(float(v)) for n, v in zip(names, x, strict=True)}
 
 
-def table(model: Model, part: Part, rows: Sequence[Row] = ROWS) -> str:
+def table(model: Model, part: DeviceModel, rows: Sequence[Row] = ROWS) -> str:
     """All rows as a Markdown table: published (measured by others) beside modelled."""
     lines = [
         "| # | case | published, us | modelled, us | error | |",
@@ -244,15 +244,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.build_only:
         build_all(ROWS)
         return
-    part, steps = load_part(options.part), Steps(options.device)
+    part, steps = load_device_model(options.part), Steps(options.device)
     if not options.table_only:
-        constants = read_part(options.part)["constants"]
+        constants = read_device_model(options.part)["constants"]
         priors = {n: float(c["prior"]) for n, c in constants.items() if "prior" in c}
         values = fit(steps.modelled_us, part, priors, ROWS)
         for name, value in values.items():
             print(f"{name:22} {priors[name]:8.4g} -> {value:8.4g} {constants[name]['unit']}")
-        write_values(PARTS / f"{options.part}.yaml", values)
-        part = load_part(options.part)
+        write_values(DEVICES / f"{options.part}.yaml", values)
+        part = load_device_model(options.part)
     text = table(steps.modelled_us, part)
     print(text)
     if options.docs is not None:

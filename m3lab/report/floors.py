@@ -131,7 +131,9 @@ def _experts(shape: RankShape, tokens: int, npes: int, distinct: int) -> Floor:
     """The routed row in; intermediates out and in, the routing record out; partial rows to and
     from every rank (a rank alone exchanges none); ar_out."""
     slots = shape.model.top_k + 1
-    pairs = _routed_pairs(shape) + slots * shape.inter + 2 * slots  # two mids to a pair, out and in
+    pairs = (
+        _routed_pairs(shape) + slots * shape.inter + 2 * slots
+    )  # two intermediates to a pair, out and in
     pairs += npes * shape.hidden if npes > 1 else 0  # a row is half as many pairs, out and in
     weights = (distinct + 1) * expert_bytes(shape)
     return Floor("experts", weights, 0, tokens * shape.hidden * 2, tokens * pairs * PAIR_BYTES)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from m3lab.clock.clock import Hop
-    from m3lab.clock.device_model import Part
-    from m3lab.kernels.plan import Placement
+    from m3lab.clock.device_model import DeviceModel
+    from m3lab.kernels.plan import Plan
     from m3lab.step import DecodeStep
 
 __all__ = ["check_trace"]  # beside what is defined here
@@ -67,7 +67,7 @@ POINTS: dict[int, tuple[str, str]] = {
     7: ("up / gate", "first weights in flight"),
     9: ("up / gate", "last routed task's MFMAs done"),
     8: ("up / gate", "up / gate over"),
-    10: ("down", "mids in"),
+    10: ("down", "intermediates in"),
     11: ("down", "end"),
     27: ("pre-attention", "sum of squares"),
     28: ("pre-attention", "x8 in LDS"),
@@ -234,7 +234,7 @@ def critical_path(hops: Iterable[Hop]) -> pd.DataFrame:
 
 
 def what_if(
-    step: DecodeStep, stages: Sequence[str] | None = None, part: Part | None = None
+    step: DecodeStep, stages: Sequence[str] | None = None, part: DeviceModel | None = None
 ) -> pd.DataFrame:
     """What the modelled step would gain were a stage's work free: an upper bound of tuning it.
 
@@ -286,10 +286,10 @@ def what_if_chart(table: pd.DataFrame) -> Figure:
 # ---------------------------------------------------------------------- without any clock
 
 
-def tasks(place: Placement) -> pd.DataFrame:
+def tasks(place: Plan) -> pd.DataFrame:
     """Tasks of each stage on each CTA: a row a stage in the order in which a CTA goes through
     them, a column a CTA. Of the narrow form (1..4 tokens)."""
-    if place.wide:
+    if place.grouped:
         raise ValueError(f"tasks are of the narrow form, got a wide step of {place.tokens} tokens")
     rows = {
         "split": _spread(place, "split", place.split_tasks),
@@ -308,7 +308,7 @@ def tasks(place: Placement) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="stage", columns="CTA")
 
 
-def _spread(place: Placement, stage: str, count: int) -> list[int]:
+def _spread(place: Plan, stage: str, count: int) -> list[int]:
     out = [0] * place.blocks
     for task in range(count):
         out[(place.bases[stage] + task) % place.blocks] += 1

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from m3lab.compile.trace import Build, build_cached, spec_key
+from m3lab.compile.trace import BuildResult, build_cached, spec_key
 from m3lab.kernels.arguments import ARG_NAMES
 from m3lab.kernels.plan import TL_POINTS
 from m3lab.kernels.tuning import Tuning
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from m3lab.verify.verdicts import Verdict
 
 BACKENDS = ("auto", "interpreter", "hip")
-BUILT_STAGES = ("output", "router")  # None: the whole kernel
+BUILT_STAGES = ("o_proj", "router")  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
 BLOCKS = 256  # CTAs of a launch, the builder's default
@@ -105,7 +105,7 @@ def expert_pool(model: ModelShape, seed: int, size: int = EXPERT_POOL) -> tuple[
     return tuple(sorted([*range(model.top_k), *others[: size - model.top_k].tolist()]))
 
 
-def steered(layer: LayerWeights) -> LayerWeights:
+def with_routing_bias(layer: LayerWeights) -> LayerWeights:
     """``layer`` with a correction bias that keeps the routing among the experts it holds.
 
     Every absent expert's bias is lowered by more than a sigmoid can make up; those of the present
@@ -121,7 +121,7 @@ def steered(layer: LayerWeights) -> LayerWeights:
 def _random_layer(model: ModelShape, seed: int, experts: tuple[int, ...] | None) -> LayerWeights:
     """Drawn once a process: half a second an expert at full shape, and a layer is only read."""
     layer = random_layer(model, seed, experts=experts)
-    return layer if experts is None else steered(layer)
+    return layer if experts is None else with_routing_bias(layer)
 
 
 class DecodeStep:
@@ -131,8 +131,8 @@ class DecodeStep:
     live request. A request has ``q_len`` consecutive rows; the last ``pad_rows`` rows are padding.
     ``npes`` is 1 (rank 0 alone, its partial sum as the result) or ``shape.tp``. ``until`` names the
     stage the build stops after, None builds them all. ``experts``: the routed experts that random
-    weights hold (default: ``expert_pool``); the routing is steered to them through the correction
-    bias, and every other expert is poisoned: its scales are NaN, its elements never written.
+    weights hold (default: ``expert_pool``); the correction bias keeps the routing
+    among them, and every other expert is poisoned: its scales are NaN, its elements never written.
     ``timeline`` builds the kernel with its stamps, ``tuning`` with other schedule knobs.
     ``room``: keys by which ``advance`` may lengthen each request; every block then has a place of
     its own. ``mailboxes``: those of a model whose other layers share them (default: own ones).
@@ -152,7 +152,7 @@ class DecodeStep:
         npes: int | None = None,
         pad_rows: int = 0,
         layout: CacheLayout | None = None,
-        until: str | None = "output",
+        until: str | None = "o_proj",
         experts: Sequence[int] | None = None,
         seed: int = 0,
         layer: int = 3,
@@ -233,7 +233,7 @@ class DecodeStep:
     def _experts_of(self, experts: Sequence[int] | None) -> tuple[int, ...] | None:
         """The routed experts of random weights, sorted; None where no stage reads one."""
         m = self.model
-        if self.until == "output":
+        if self.until == "o_proj":
             return None
         if experts is None:
             return expert_pool(m, self.seed)
@@ -351,7 +351,7 @@ class DecodeStep:
 
     def _weight_bytes(self) -> int:
         """Room for every rank's weights, absent experts included: such memory is never touched."""
-        if self.until == "output":
+        if self.until == "o_proj":
             return 0
         specs = weight_specs(self.model)
         tables = sum(prod(specs[name][0]) for name in ("w13", "s13", "w2", "s2"))
@@ -494,10 +494,10 @@ class _Rank:
         self._fill_caches()
         given = {**self._inputs(), "block_table": step.block_table}
         self.placed: dict[str, Allocation] = {
-            name: memory.place(name, t, rank=rank) for name, t in given.items()
+            name: memory.upload(name, t, rank=rank) for name, t in given.items()
         }
-        names = ATTENTION_WEIGHTS + (() if step.until == "output" else MLP_WEIGHTS)
-        self.placed |= prepared.place(memory, names)
+        names = ATTENTION_WEIGHTS + (() if step.until == "o_proj" else MLP_WEIGHTS)
+        self.placed |= prepared.upload(memory, names)
         row_bytes = step.tokens * shape.hidden * 2
         for name in OUTPUTS if step._outputs is None else ():
             self.placed[name] = memory.alloc(name, row_bytes, rank=rank)
@@ -602,7 +602,7 @@ def padding_context(step: DecodeStep) -> KVContext:
     )
 
 
-def build_for(step: DecodeStep, emit: Sequence[str] = ("program",)) -> Build:
+def build_for(step: DecodeStep, emit: Sequence[str] = ("program",)) -> BuildResult:
     """The kernel of this step, in the parts ``emit`` names (see ``build``); cached."""
     parameters = kernel_parameters(step)
     return build_cached(

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m3lab.kernels.plan import Placement
+from m3lab.kernels.plan import Plan
 from m3lab.kernels.tuning import Tuning
 from m3lab.model.shapes import CacheLayout, ModelShape, RankShape
 from m3lab.sweep.results import clock_fingerprint
@@ -107,7 +107,7 @@ class Case:
                 f"tuning must be the changed knobs, sorted: {changed}, got {self.tuning}"
             )
         # refuses what no kernel is laid out for
-        Placement(self.shape, self.tokens, self.npes, tuning=self.knobs)
+        Plan(self.shape, self.tokens, self.npes, tuning=self.knobs)
 
     @property
     def npes(self) -> int:
@@ -289,7 +289,7 @@ def packed_waits(step: DecodeStep, clock: Clock) -> str:
 
 def _distinct_experts(step: DecodeStep, result: StepResult) -> int | None:
     """Routed experts that the rows chose together; None where the build ends before the router."""
-    if step.until == "output":
+    if step.until == "o_proj":
         return None
     chosen = result.ranks[0].experts
     return 0 if chosen is None else len(chosen[:, :-1].unique())
@@ -299,7 +299,7 @@ def _checks(case: Case) -> dict[str, Any]:
     """Options of the interpreter's run."""
     from m3lab.interpreter import Checks
 
-    off = Checks(taint=False, races=False, stale=False, order=False, bank_conflicts=False)
+    off = Checks(uninitialized=False, races=False, stale=False, order=False, bank_conflicts=False)
     return {} if case.checks else {"checks": off}
 
 

@@ -18,7 +18,7 @@ from m3lab.model.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
 from m3lab.sweep.cases import Case, changed_knobs
 
 BACKENDS = ("auto", "interpreter", "hip")
-STAGES = ("output", "router")  # the stages a truncated build may end with
+STAGES = ("o_proj", "router")  # the stages a truncated build may end with
 MAX_CONTEXT = 1 << 20
 REPORT = "20_report"
 SWEEP_NOTEBOOKS = {  # executed when a file's cases differ in this

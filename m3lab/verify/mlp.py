@@ -19,7 +19,15 @@ from m3lab.reference import exact
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import experts_agree, rel_l2, scale_bytes_agree
 from m3lab.reference.numerics import mx_values
-from m3lab.verify.verdicts import Verdict, alarm, close, equal, exactly, reported, unequal_bits
+from m3lab.verify.verdicts import (
+    Verdict,
+    check_alarm,
+    check_close,
+    check_equal,
+    check_exactly,
+    reported,
+    unequal_bits,
+)
 
 if TYPE_CHECKING:
     from m3lab.step import DecodeStep
@@ -38,19 +46,19 @@ def router(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdict]:
     xn = _normed(step, views.a[:live])
     x8, xsc = quantize_mxfp8(xn)
     got8, got_sc = views["xn8"][:live], views["xsc"][:live]
-    yield close("xn8", rank, None, dequantize_mxfp8(got8, got_sc), dequantize_mxfp8(x8, xsc))
+    yield check_close("xn8", rank, None, dequantize_mxfp8(got8, got_sc), dequantize_mxfp8(x8, xsc))
     amax = xn.unflatten(-1, (-1, MX_BLOCK)).abs().amax(-1)
     unequal = 0 if scale_bytes_agree(got_sc, xsc, amax) else int((got_sc != xsc).sum())
-    yield exactly("xsc", rank, None, unequal)
+    yield check_exactly("xsc", rank, None, unequal)
     scores = ref.router_scores(xn, step.weights.w_gate, step.weights.bias)
     keys, sigmoids = views["keys"][:, :live], views["sigmoids"][:, :live]
-    yield close("sigmoid", rank, None, sigmoids[0], scores.sigmoid)
+    yield check_close("sigmoid", rank, None, sigmoids[0], scores.sigmoid)
     expert = torch.arange(step.model.experts)
     own = ref.routing_key(sigmoids[0] + step.weights.bias, expert)
-    yield equal("keys", rank, None, keys[0], own)
+    yield check_equal("keys", rank, None, keys[0], own)
     copies = unequal_bits(keys, keys[:1].expand_as(keys))
     copies += unequal_bits(sigmoids, sigmoids[:1].expand_as(sigmoids))
-    yield exactly("copies", rank, None, copies)
+    yield check_exactly("copies", rank, None, copies)
 
 
 def _normed(step: DecodeStep, a: Tensor) -> Tensor:
@@ -119,11 +127,13 @@ def experts(
     for rank, views in enumerate(ranks):
         tables = _Tables(step, rank)
         yield from _routing(step, views, rank)
-        mids, partial = _stage(step, views, tables)
-        yield close("mid", rank, None, views["mids"][: step.live_rows], mids)
+        intermediates, partial = _stage(step, views, tables)
+        yield check_close(
+            "mid", rank, None, views["intermediates"][: step.live_rows], intermediates
+        )
         own.append(partial)
-        chained_mids = _mids(step, chained, tables.w13)
-        chained_partials.append(ref.expert_partial(chained_mids, chained.route, tables.w2))
+        chained_intermediates = _intermediates(step, chained, tables.w13)
+        chained_partials.append(ref.expert_partial(chained_intermediates, chained.route, tables.w2))
         exact_rows = exact_rows + numbers.partial(tables)
     for rank, views in enumerate(ranks):
         yield from _reduced(step, views, rank, own)
@@ -137,8 +147,8 @@ def _routing(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdict]
     got = _own_route(step, views)
     keys, sigmoids = views["keys"][0, :live], views["sigmoids"][0, :live]
     want = ref.route(keys, sigmoids, m.route_scale, m.shared_weight, m.top_k)
-    yield equal("sel", rank, None, got.experts, want.experts)
-    yield close("weights", rank, None, got.weights, want.weights)
+    yield check_equal("sel", rank, None, got.experts, want.experts)
+    yield check_close("weights", rank, None, got.weights, want.weights)
     xn = _normed(step, views.a[:live])
     logits = ref.router_logits(xn, w.w_gate)
     scores = ref.router_scores(xn, w.w_gate, w.bias)
@@ -149,29 +159,31 @@ def _routing(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdict]
             a, b, scores.sigmoid[row] + w.bias, logits[row]
         )
         differ = 0 if agree else max(1, sum(x != y for x, y in zip(a, b, strict=True)))
-        yield exactly("picks", rank, row, differ)
+        yield check_exactly("picks", rank, row, differ)
 
 
-def _mids(step: DecodeStep, inputs: _Inputs, w13: Callable) -> Tensor:
+def _intermediates(step: DecodeStep, inputs: _Inputs, w13: Callable) -> Tensor:
     limit, alpha = step.model.swiglu_limit, step.model.swiglu_alpha
-    return ref.expert_mids(inputs.x8, inputs.xsc, inputs.route.experts, w13, limit, alpha)
+    return ref.expert_intermediates(inputs.x8, inputs.xsc, inputs.route.experts, w13, limit, alpha)
 
 
 def _stage(step: DecodeStep, views: RankViews, tables: _Tables) -> tuple[Tensor, Tensor]:
     """A rank's intermediates from its own rows; its partial rows from its own intermediates."""
     live = step.live_rows
     route = _own_route(step, views)
-    mids = _mids(step, _Inputs(views["xn8"][:live], views["xsc"][:live], route), tables.w13)
-    return mids, ref.expert_partial(views["mids"][:live], route, tables.w2)
+    intermediates = _intermediates(
+        step, _Inputs(views["xn8"][:live], views["xsc"][:live], route), tables.w13
+    )
+    return intermediates, ref.expert_partial(views["intermediates"][:live], route, tables.w2)
 
 
 def _reduced(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) -> Iterator[Verdict]:
     """What one rank received and summed. ``own``: every rank's reference rows."""
     live = step.live_rows
     for source, rows in enumerate(own):
-        yield close("ffn", rank, None, views["ffn"][source, :live], rows)
-    yield close("ar_out", rank, None, views["ar_out"][:live], ref.all_reduce(own))
-    yield equal(
+        yield check_close("ffn", rank, None, views["ffn"][source, :live], rows)
+    yield check_close("ar_out", rank, None, views["ar_out"][:live], ref.all_reduce(own))
+    yield check_equal(
         "ffn_sum", rank, None, views["ar_out"][:live], ref.all_reduce(views["ffn"][:, :live])
     )
 
@@ -181,7 +193,7 @@ def _end_to_end(
 ) -> Iterator[Verdict]:
     got = views["ar_out"][: step.live_rows]
     yield reported("ar_out", 0, "chained", rel_l2(got, chained))
-    yield alarm("ar_out", 0, got, exact_rows)
+    yield check_alarm("ar_out", 0, got, exact_rows)
 
 
 class _Exact:

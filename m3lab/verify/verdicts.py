@@ -37,23 +37,23 @@ class Verdict:
     note: str = ""
 
 
-def close(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
+def check_close(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
     """Whether a stage's values are within its bound."""
     error = rel_l2(got, want)
     return Verdict(name, rank, row, "stage", error, STAGE_BOUND, error <= STAGE_BOUND)
 
 
-def equal(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
+def check_equal(name: str, rank: int, row: int | None, got: Tensor, want: Tensor) -> Verdict:
     """Whether every value is the same (a NaN never is)."""
-    return exactly(name, rank, row, int((got != want).sum()))
+    return check_exactly(name, rank, row, int((got != want).sum()))
 
 
-def exactly(name: str, rank: int, row: int | None, unequal: int, note: str = "") -> Verdict:
+def check_exactly(name: str, rank: int, row: int | None, unequal: int, note: str = "") -> Verdict:
     """Whether nothing differs, ``unequal`` values doing so."""
     return Verdict(name, rank, row, "stage", float(unequal), 0.0, unequal == 0, note)
 
 
-def alarm(name: str, rank: int, got: Tensor, want: Tensor) -> Verdict:
+def check_alarm(name: str, rank: int, got: Tensor, want: Tensor) -> Verdict:
     """Whether a result is as near to the exact reference as the number formats let it be."""
     error = rel_l2(got, want)
     return Verdict(name, rank, None, "exact", error, EXACT_ALARM, error <= EXACT_ALARM)

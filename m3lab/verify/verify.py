@@ -23,10 +23,10 @@ from m3lab.verify.verdicts import (
     EXACT_ALARM,
     STAGE_BOUND,
     Verdict,
-    alarm,
-    close,
-    equal,
-    exactly,
+    check_alarm,
+    check_close,
+    check_equal,
+    check_exactly,
     reported,
     unequal_bits,
 )
@@ -54,7 +54,7 @@ def verify(step: DecodeStep, result: StepResult) -> list[Verdict]:
         verdicts += list(_published(rank, views))
         verdicts += list(_attention(step, views, rank))
         verdicts += list(_output(step, views, rank, own))
-        if step.until != "output":
+        if step.until != "o_proj":
             verdicts += list(mlp.router(step, views, rank))
         verdicts.append(_no_nan(step, views, rank))
     chained, exact = _references(step, w_o)
@@ -88,24 +88,24 @@ def _attention(step: DecodeStep, views: RankViews, rank: int) -> Iterator[Verdic
     for row in range(step.tokens):
         yield _selection(step, views, rank, row)
         partials = split_reference(step, rank, row)
-        yield close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
-        yield close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
-        yield close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
+        yield check_close("sp_o", rank, row, views.sp_o[row], partials.sp_o)
+        yield check_close("sp_m", rank, row, *_without_masked(views.sp_m[row], partials.sp_m))
+        yield check_close("sp_l", rank, row, views.sp_l[row], partials.sp_l)
         if views.attnq is not None and views.attnq_s is not None:
             got = e4m3_decode(views.attnq[row]) * views.attnq_s[row]
             want = ref.merge_nearest(views.sp_o[row], views.sp_m[row], views.sp_l[row], got)
-            yield close("attnq", rank, row, got, want)
+            yield check_close("attnq", rank, row, got, want)
 
 
 def _output(step: DecodeStep, views: RankViews, rank: int, own: list[Tensor]) -> Iterator[Verdict]:
     """What one rank received, summed and finished. ``own``: every rank's reference rows."""
     for source, rows in enumerate(own):
-        yield close("partial", rank, None, views.partials[source], rows)
-    yield close("a", rank, None, views.a, ref.all_reduce(own))
-    yield equal("a_sum", rank, None, views.a, ref.all_reduce(views.partials))
+        yield check_close("partial", rank, None, views.partials[source], rows)
+    yield check_close("a", rank, None, views.a, ref.all_reduce(own))
+    yield check_equal("a_sum", rank, None, views.a, ref.all_reduce(views.partials))
     if views.h_mid is not None:
         h_mid = ref.h_mid(views.a, step.inputs.h_in)
-        yield close("h_mid", rank, None, views.h_mid, h_mid)
+        yield check_close("h_mid", rank, None, views.h_mid, h_mid)
 
 
 def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdict:
@@ -115,7 +115,7 @@ def _selection(step: DecodeStep, views: RankViews, rank: int, row: int) -> Verdi
     for head, got in enumerate(views.table[row].unflatten(-1, (heads, -1))):
         want, used = table_reference(step, rank, row, head)
         unequal += int((got[:used] != want[:used]).sum()) + int(got[PAGES] != want[PAGES])
-    return exactly("sparse_table", rank, row, unequal)
+    return check_exactly("sparse_table", rank, row, unequal)
 
 
 def table_reference(step: DecodeStep, rank: int, row: int, head: int) -> tuple[Tensor, int]:
@@ -202,7 +202,7 @@ def _no_nan(step: DecodeStep, views: RankViews, rank: int) -> Verdict:
             found += int(e4m3_decode(live).isnan().sum())
         elif name == "xsc":
             found += int((live == E8M0_NAN).sum())
-    return exactly("nan", rank, None, found)
+    return check_exactly("nan", rank, None, found)
 
 
 def _ranks_agree(step: DecodeStep, ranks: list[RankViews]) -> Iterator[Verdict]:
@@ -212,7 +212,7 @@ def _ranks_agree(step: DecodeStep, ranks: list[RankViews]) -> Iterator[Verdict]:
         for name in views.tensors().keys() & set(SAME_ON_RANKS):
             mine, first = (v.rows(name, step.live_rows) for v in (views, ranks[0]))
             unequal += unequal_bits(mine, first)
-        yield exactly("ranks", rank, None, unequal, "against rank 0")
+        yield check_exactly("ranks", rank, None, unequal, "against rank 0")
 
 
 def _references(step: DecodeStep, w_o: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -229,9 +229,9 @@ def _end_to_end(
     live, views = step.live_rows, result.ranks[0]
     h_in = step.inputs.h_in[:live].float()
     yield reported("a", 0, "chained", rel_l2(views.a[:live], chained))
-    yield alarm("a", 0, views.a[:live], exact)
+    yield check_alarm("a", 0, views.a[:live], exact)
     if views.h_mid is not None:
-        yield alarm("h_mid", 0, views.h_mid[:live], exact + h_in)
+        yield check_alarm("h_mid", 0, views.h_mid[:live], exact + h_in)
 
 
 def _chained_partial(step: DecodeStep, rank: int, w_o: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from m3lab.kernels.tuning import AG_RS_FROM
+from m3lab.kernels.tuning import TWO_SHOT_FROM
 from m3lab.layout.buffers import Allocation, PeerBuffers, Scratch
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RankViews:
     From the router: ``xn8`` uint8 E4M3 [tokens, hidden] with ``xsc`` uint8 E8M0
     [tokens, hidden / 32]; ``keys`` int32 and ``sigmoids`` fp32 [copies, tokens, experts]. From the
     experts: ``experts`` int32 and ``weights`` fp32 [tokens, slots], the shared expert last;
-    ``mids`` fp32 (bf16 values) [tokens, slots, inter]; ``ffn`` as ``partials``, of the MLP
+    ``intermediates`` fp32 (bf16 values) [tokens, slots, inter]; ``ffn`` as ``partials``, of the MLP
     (a rank alone pushes nothing); ``ar_out`` fp32 (bf16 values) [tokens, hidden].
     ``missing``: regions with a pair whose tag is not this launch's.
     """
@@ -51,7 +51,7 @@ class RankViews:
     sigmoids: Tensor | None = None
     experts: Tensor | None = None
     weights: Tensor | None = None
-    mids: Tensor | None = None
+    intermediates: Tensor | None = None
     ffn: Tensor | None = None
     ar_out: Tensor | None = None
     missing: list[str] = field(default_factory=list)
@@ -75,10 +75,10 @@ class RankViews:
 
 
 def publishes_h_mid(
-    tokens: int, until: str | None = "output", owner_from: int = AG_RS_FROM
+    tokens: int, until: str | None = "o_proj", owner_from: int = TWO_SHOT_FROM
 ) -> bool:
     """Whether a build writes h_mid: the router does at 1 token and from ``owner_from`` on."""
-    return until != "output" or 2 <= tokens < owner_from
+    return until != "o_proj" or 2 <= tokens < owner_from
 
 
 def read_views(
@@ -92,7 +92,7 @@ def read_views(
     """Read every region this build publishes; ``number`` is the step of the launch's tags."""
     reader = _Reader(step, rank, scratch, peers, outputs, number)
     views = reader.attention()
-    if step.until != "output":
+    if step.until != "o_proj":
         reader.router(views)
     if step.until is None:
         reader.experts(views)
@@ -140,7 +140,7 @@ class _Reader:
         n, heads, dim = self.tokens, self.step.shape.q_heads, self.step.model.head_dim
         tuning, until = self.step.tuning, self.step.until
         merged = n > 1 and not tuning.merge_in_output
-        h_mid = publishes_h_mid(n, until, tuning.owner_reduce_from)
+        h_mid = publishes_h_mid(n, until, tuning.two_shot_from)
         return RankViews(
             sp_o=self.region("sp_o").float().reshape(n, 8, heads, dim),
             sp_m=self.region("sp_m").reshape(n, 8, heads),
@@ -167,7 +167,7 @@ class _Reader:
         record = self.region("sel").reshape(n, 2, slots)
         views.experts = record[:, 0].contiguous()
         views.weights = record[:, 1].contiguous().view(torch.float32)
-        views.mids = self.region("mid").float().reshape(n, slots, -1)
+        views.intermediates = self.region("mid").float().reshape(n, slots, -1)
         views.ar_out = self.output("ar_out")
         # a rank alone pushes nothing: its partial row is the output
         views.ffn = self.pushed("ffn") if self.step.npes > 1 else views.ar_out[None]

@@ -50,7 +50,7 @@ CASES = {
         "layout": STATIC,
         "until": None,
     },
-    "s4_o_proj": {"tokens": 4, "tp": 4, "context": 100, "until": "output"},
+    "s4_o_proj": {"tokens": 4, "tp": 4, "context": 100, "until": "o_proj"},
     "s1_router": {"tokens": 1, "tp": 4, "npes": 1, "context": 129, "until": "router"},
     "s4_knobs": {
         "tokens": 4,

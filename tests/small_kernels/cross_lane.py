@@ -26,11 +26,11 @@ def cross_lane(words: Int64, floats: Int64, out: Int64, sums: Int64, tops: Int64
         lds=SimpleNamespace(red=lds.red.ptr), lane=lane, wave=gfx950.uniform(tid // 64)
     )
     word = gfx950.load(gfx950.buffer(words), tid * 4)
-    x = gfx950.bits_float(gfx950.load(gfx950.buffer(floats), tid * 4))
+    x = gfx950.bitcast_f32(gfx950.load(gfx950.buffer(floats), tid * 4))
     for i in fx.range_constexpr(len(OFFSETS)):
         gfx950.store(gfx950.buffer(out), (i * 512 + tid) * 4, wave.xor_lane(word, OFFSETS[i]))
-    gfx950.store(gfx950.buffer(sums), tid * 4, gfx950.float_bits(wave.butterfly(x, ORDER)))
-    gfx950.store(gfx950.buffer(tops), tid * 4, gfx950.float_bits(wave.block_max(x, ctx)))
+    gfx950.store(gfx950.buffer(sums), tid * 4, gfx950.bitcast_i32(wave.butterfly(x, ORDER)))
+    gfx950.store(gfx950.buffer(tops), tid * 4, gfx950.bitcast_i32(wave.block_max(x, ctx)))
 
 
 @flyc.jit

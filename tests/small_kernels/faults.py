@@ -57,7 +57,7 @@ def everyone():
 @traced
 def wait_for(address, index, value, cache=gfx950.DEVICE):
     """Spin until word ``index`` is ``value``."""
-    gfx950.spin(
+    gfx950.poll_until(
         [1],
         lambda: [gfx950.load(gfx950.buffer(address), index * 4, cache=cache)],
         lambda got: got[0] != value,
@@ -217,7 +217,7 @@ def partial_mfma(buggy):
         zero = fx.Int64(0)
         if fx.thread_idx.x < (32 if buggy else 64):
             c = gfx950.mfma_fp8(zero, zero, fx.Vector.filled(4, 1.0, fx.Float32))
-            put(b, everyone(), gfx950.float_bits(c[0]))
+            put(b, everyone(), gfx950.bitcast_i32(c[0]))
 
     return body
 
@@ -472,6 +472,6 @@ def makes_nan(buggy):
     def body(a, b, n, lds):
         x = gfx950.f32(everyone())
         y = x if buggy else x + 1.0
-        put(b, everyone(), gfx950.float_bits(x / y))
+        put(b, everyone(), gfx950.bitcast_i32(x / y))
 
     return body

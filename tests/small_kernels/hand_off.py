@@ -6,7 +6,15 @@ from flydsl.expr.typing import Int32, Int64
 
 from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.gfx950 import traced
-from m3lab.kernels.device.mailbox import Box, Request, launch_tag, poll, put, put_bf, put_words
+from m3lab.kernels.device.mailbox import (
+    MailboxView,
+    PairRange,
+    launch_tag,
+    poll,
+    put,
+    put_bf,
+    put_words,
+)
 
 THREADS = 128  # two waves: with one the barrier would be no instruction
 PAIRS, BULK, FLAG = 0, 16384, 20480  # byte offsets of the regions
@@ -36,10 +44,10 @@ def give(tid, box, flag, buffer, tag, seed, row):
 
 @traced
 def take(tid, box, flag, buffer, tag, out):
-    got = poll(tag, [Request(box, tid), Request(box, WORDS + 2 * tid, 2)])
-    got += poll(tag, [Request(box, FLOATS + 2 * tid, 2)])
+    got = poll(tag, [PairRange(box, tid), PairRange(box, WORDS + 2 * tid, 2)])
+    got += poll(tag, [PairRange(box, FLOATS + 2 * tid, 2)])
     words = [word for request in got for word in request]
-    poll(tag, [Request(flag, 0)])
+    poll(tag, [PairRange(flag, 0)])
     gfx950.acquire()
     words.append(gfx950.load(buffer, tid * 4, base=BULK, cache=gfx950.DEVICE))
     for i in fx.range_constexpr(len(words)):
@@ -51,7 +59,7 @@ def exchange(memory, out, step, layer, seed):
     tid = fx.thread_idx.x
     row = fx.SharedAllocator().allocate(SharedMemory).peek().row.ptr
     buffer = gfx950.buffer(memory)
-    box, flag = Box(buffer, PAIRS, gfx950.DEVICE), Box(buffer, FLAG, gfx950.DEVICE)
+    box, flag = MailboxView(buffer, PAIRS, gfx950.DEVICE), MailboxView(buffer, FLAG, gfx950.DEVICE)
     tag = launch_tag(step, layer)
     if fx.block_idx.x == 0:
         give(tid, box, flag, buffer, tag, seed, row)

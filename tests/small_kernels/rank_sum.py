@@ -32,11 +32,11 @@ def rank_sum(mine: Int64, out: Int64, inbox: Int64, peers: Int64, rank: Int32, s
         tag=launch_tag(step, 3),
     )
     words = gfx950.load(gfx950.buffer(mine), tid * 8, 2)
-    pair = [gfx950.bits_float(words[i]) for i in range(2)]
+    pair = [gfx950.bitcast_f32(words[i]) for i in range(2)]
     for address in allreduce.request_peers(ctx):
         allreduce.push(ctx, allreduce.inbox_at(address), "ffn", 2, 2 * tid, pair)
     sums = allreduce.rank_sum(ctx, "ffn", 2, 2 * tid)
-    words = fx.Vector.from_elements([gfx950.float_bits(x) for x in sums], fx.Int32)
+    words = fx.Vector.from_elements([gfx950.bitcast_i32(x) for x in sums], fx.Int32)
     gfx950.store(gfx950.buffer(out), tid * 8, words)
 
 

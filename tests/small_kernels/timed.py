@@ -142,7 +142,7 @@ def matrix_chain(count):
         for _ in range_constexpr(count):
             c = gfx950.mfma_fp8(x, x, c)
         stamp(b, 0)
-        put(b, WORDS + everyone(), gfx950.float_bits(c[0]))
+        put(b, WORDS + everyone(), gfx950.bitcast_i32(c[0]))
 
     return run
 

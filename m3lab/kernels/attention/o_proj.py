@@ -9,9 +9,9 @@ import flydsl.expr as fx
 
 from m3lab.kernels.attention.split import merge_token, row_quad
 from m3lab.kernels.device import allreduce, gfx950, mailbox, mfma
-from m3lab.kernels.device.context import first_task, scratch_box, stamp
+from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, traced
-from m3lab.kernels.device.mailbox import Request
+from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod, pick
 from m3lab.kernels.plan import O_ROWS, THREADS, TILE_ROWS, WAVES
 from m3lab.layout.regions import WORD_BYTES
@@ -25,8 +25,8 @@ PAIRS = O_ROWS // 2  # row pairs of a task: a thread finishes one of a token
 @traced
 def project(ctx):
     """Every task of 32 hidden rows; then the stage's stamp is the caller's."""
-    place = ctx.build.place
-    for task in range(first_task(ctx, "o"), place.o_tasks, place.blocks):
+    plan = ctx.plan
+    for task in range(first_task(ctx, "o"), plan.o_tasks, plan.blocks):
         project_task(ctx, fx.Int32(task))
 
 
@@ -45,7 +45,7 @@ def project_task(ctx, task):
 
 
 def chunks_per_wave(ctx):
-    return ctx.build.shape.o_k // CHUNK_K // WAVES_PER_GROUP
+    return ctx.shape.o_k // CHUNK_K // WAVES_PER_GROUP
 
 
 def load_weights(ctx, task):
@@ -53,7 +53,7 @@ def load_weights(ctx, task):
     table = gfx950.buffer(ctx.args.w_o)
     group = task * (O_ROWS // TILE_ROWS) + div(ctx.wave, WAVES_PER_GROUP)
     n = chunks_per_wave(ctx)
-    first = (group * (ctx.build.shape.o_k // CHUNK_K) + mod(ctx.wave, WAVES_PER_GROUP) * n) * 2
+    first = (group * (ctx.shape.o_k // CHUNK_K) + mod(ctx.wave, WAVES_PER_GROUP) * n) * 2
     return [gfx950.load(table, (first + 2 * i) * TILE_BYTES + ctx.lane * 16, 4) for i in range(n)]
 
 
@@ -65,12 +65,12 @@ def row_pair(ctx, task):
 def load_row_scales(ctx, task):
     row = row_pair(ctx, task)[1]
     words = gfx950.load(gfx950.buffer(ctx.args.s_o), row * WORD_BYTES, 2)
-    return [gfx950.bits_float(words[i]) for i in range(2)]
+    return [gfx950.bitcast_f32(words[i]) for i in range(2)]
 
 
 def finishes_h_mid(ctx):
     """Whether this stage writes h_mid: with one token, or through owner ranks, the router does."""
-    return ctx.build.tokens > 1 and not ctx.build.place.owner_reduce
+    return ctx.spec.tokens > 1 and not ctx.plan.two_shot
 
 
 def load_residual(ctx, task):
@@ -78,16 +78,16 @@ def load_residual(ctx, task):
     if not finishes_h_mid(ctx):
         return None
     token, row = row_pair(ctx, task)
-    token = fx.min(token, ctx.build.tokens - 1)  # the other threads load a row and drop it
-    return gfx950.load(gfx950.buffer(ctx.args.h_in), (token * ctx.build.shape.hidden + row) * 2)
+    token = fx.min(token, ctx.spec.tokens - 1)  # the other threads load a row and drop it
+    return gfx950.load(gfx950.buffer(ctx.args.h_in), (token * ctx.shape.hidden + row) * 2)
 
 
 def input_rows(ctx):
     """lds.pool := every token's fp8 attention row; -> the scale of the token that this thread
     finishes (of the last one past them)."""
-    tokens = ctx.build.tokens
+    tokens = ctx.spec.tokens
     token = fx.min(div(ctx.tid, PAIRS), tokens - 1)
-    if ctx.build.place.merge_tasks == 0:
+    if ctx.plan.merge_tasks == 0:
         return pick([merge_row(ctx, t) for t in range(tokens)], token)
     await_scales(ctx)
     gfx950.barrier()
@@ -102,17 +102,17 @@ def await_scales(ctx):
     """Wave 0 waits for every token's scale, which is its row's flag, and leaves them in lds.heads;
     the other waves wait at the barrier. All of them spinning were 1,536 waves on one line."""
     if ctx.wave == 0:
-        token = fx.min(ctx.lane, ctx.build.tokens - 1)
-        ((scale,),) = mailbox.poll(ctx.tag, [Request(scratch_box(ctx, "attnq_s"), token)])
-        if ctx.lane < ctx.build.tokens:
-            gfx950.lds_store(ctx.lds.heads, ctx.lane, gfx950.bits_float(scale))
+        token = fx.min(ctx.lane, ctx.spec.tokens - 1)
+        ((scale,),) = mailbox.poll(ctx.tag, [PairRange(scratch_view(ctx, "attnq_s"), token)])
+        if ctx.lane < ctx.spec.tokens:
+            gfx950.lds_store(ctx.lds.heads, ctx.lane, gfx950.bitcast_f32(scale))
 
 
 def merge_row(ctx, token):
     """A token's row, merged here -> its scale."""
     words, scale = merge_token(ctx, token)
     for kv_head, word in enumerate(words):
-        at = token * ctx.build.place.o_row + row_quad(ctx, kv_head)
+        at = token * ctx.plan.o_row + row_quad(ctx, kv_head)
         gfx950.lds_store(ctx.lds.pool, at, word)
     return scale
 
@@ -120,16 +120,16 @@ def merge_row(ctx, token):
 @traced
 def fetch_rows(ctx):
     """The merge tasks' plain words, 16 bytes a load, all requested before the first is stored."""
-    place, shape = ctx.build.place, ctx.build.shape
-    base = ctx.build.regions["attnq"].offset
+    plan, shape = ctx.plan, ctx.shape
+    base = ctx.spec.regions["attnq"].offset
     row_words = shape.o_k // 4
-    vectors = ctx.build.tokens * row_words // 4
+    vectors = ctx.spec.tokens * row_words // 4
     for first in range_constexpr(0, vectors, THREADS):
         at = (first + ctx.tid) * 4
         if first + ctx.tid < vectors:
             words = gfx950.load(ctx.scratch, at * WORD_BYTES, 4, base=base, cache=gfx950.DEVICE)
             token, word = div(at, row_words), mod(at, row_words)
-            gfx950.lds_store(ctx.lds.pool, token * place.o_row + word, words, 4)
+            gfx950.lds_store(ctx.lds.pool, token * plan.o_row + word, words, 4)
 
 
 def multiply(ctx, weights):
@@ -138,9 +138,9 @@ def multiply(ctx, weights):
     B column r is token r, the last one repeated past it, so the weight stream is the same for any
     number of tokens. Two chunks fill one 16x16x128 MFMA: a lane's k are 16 g .. + 16 of each.
     """
-    token = fx.min(ctx.row, ctx.build.tokens - 1)
+    token = fx.min(ctx.row, ctx.spec.tokens - 1)
     n = chunks_per_wave(ctx)
-    row = token * ctx.build.place.o_row + mod(ctx.wave, WAVES_PER_GROUP) * (n * 16)
+    row = token * ctx.plan.o_row + mod(ctx.wave, WAVES_PER_GROUP) * (n * 16)
     acc = mfma.zero_tile()
     for i in range(0, n, 2):
         halves = [
@@ -165,13 +165,13 @@ def sum_tiles(ctx, token, pair):
 
 def owner_of(ctx, task):
     """The rank that sums a task's rows in the owner form."""
-    return mod(task, ctx.build.npes)
+    return mod(task, ctx.spec.npes)
 
 
 def request_peers(ctx, task):
     """The inboxes that this task pushes to: every rank's, after the owner's in the owner form."""
     peers = allreduce.request_peers(ctx)
-    if ctx.build.place.owner_reduce:
+    if ctx.plan.two_shot:
         return [allreduce.request_peer(ctx, owner_of(ctx, task)), *peers]
     return peers
 
@@ -179,11 +179,11 @@ def request_peers(ctx, task):
 @traced
 def finish_rows(ctx, task, row_scales, x_scale, residual, peers):
     """A thread's row pair of one token: bf16 partials to the peers, their sum to ``a``."""
-    if ctx.tid < PAIRS * ctx.build.tokens:
+    if ctx.tid < PAIRS * ctx.spec.tokens:
         token, row = row_pair(ctx, task)
         sums = sum_tiles(ctx, token, mod(ctx.tid, PAIRS))
         partial = [(s * x_scale) * w for s, w in zip(sums, row_scales, strict=True)]
-        if const_expr(ctx.build.place.owner_reduce):
+        if const_expr(ctx.plan.two_shot):
             reduce_at_owner(ctx, task, token, row, partial, peers)
         else:
             reduce_here(ctx, token, row, partial, residual, peers)
@@ -195,13 +195,13 @@ def reduce_here(ctx, token, row, partial, residual, peers):
     for address in peers:
         allreduce.push(ctx, allreduce.inbox_at(address), "attn", token, row, partial)
     sums = allreduce.rank_sum(ctx, "attn", token, row)
-    at = token * ctx.build.shape.hidden + row
+    at = token * ctx.shape.hidden + row
     # the rank sum alone: the router adds the residual in fp32, so the norm reads
     # bf16(sum) plus the unrounded residual
-    mailbox.put_bf(ctx.tag, scratch_box(ctx, "a"), at, sums)
+    mailbox.put_bf(ctx.tag, scratch_view(ctx, "a"), at, sums)
     if residual is not None:
         pairs = zip(sums, gfx950.bf16_floats(residual), strict=True)
-        word = gfx950.bf16_word(*[gfx950.bf16_round(s) + r for s, r in pairs])
+        word = gfx950.pack_bf16x2(*[gfx950.bf16_round(s) + r for s, r in pairs])
         gfx950.store(gfx950.buffer(ctx.args.h_mid), at * 2, word)
 
 

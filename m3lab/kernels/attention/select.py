@@ -34,11 +34,11 @@ INF_BITS = 0x7F800000
 def index_key(ctx, block, word, n_blk):
     """Sort key of ``block``'s raw score word: a signed int ordered like the float, -0 equal to 0,
     NaN below -inf; a pinned block's score is not read."""
-    score = gfx950.bits_float(word)
-    if ctx.build.init_blocks:
-        score = select(block < ctx.build.init_blocks, fx.Float32(INIT_SCORE), score)
-    score = select(block >= n_blk - ctx.build.local_blocks, fx.Float32(LOCAL_SCORE), score)
-    bits = gfx950.float_bits(score)
+    score = gfx950.bitcast_f32(word)
+    if ctx.spec.init_blocks:
+        score = select(block < ctx.spec.init_blocks, fx.Float32(INIT_SCORE), score)
+    score = select(block >= n_blk - ctx.spec.local_blocks, fx.Float32(LOCAL_SCORE), score)
+    bits = gfx950.bitcast_i32(score)
     bits = select(bits == fx.Int32(LEAST), fx.Int32(0), bits)
     key = select(bits < 0, bits ^ fx.Int32(MAGNITUDE), bits)
     nan = (bits & fx.Int32(MAGNITUDE)) > fx.Int32(INF_BITS)
@@ -65,7 +65,7 @@ def count_ranks(ctx, n_blk):
     """
     keys, ranks = ctx.lds.keys, ctx.lds.ranks
     split, lanes, width = RANK_SPLIT, RANK_LANES, RANK_WIDTH
-    if ctx.build.tuning.serial_rank:
+    if ctx.tuning.serial_rank:
         split, lanes = 1, ()
         width = 2  # what the compiler makes of one a round: its loop reads 64 bits
     part = mod(ctx.tid, split)
@@ -95,16 +95,16 @@ class Row:
 
 def row_of(ctx, unit):
     """A graph's padding rows carry length 0 and block 0: as one key of page 0 they stay finite."""
-    size = ctx.build.shape.model.sparse_block
-    token = div(unit, ctx.build.shape.kv_heads)
+    size = ctx.shape.model.sparse_block
+    token = div(unit, ctx.shape.kv_heads)
     seq_len = fx.max(gfx950.load_constant(ctx.args.seq_lens + gfx950.i64(token) * WORD_BYTES), 1)
     return Row(token, unit, seq_len, div(seq_len + (size - 1), size))
 
 
 def row_base(ctx, name, unit):
     """Byte offset of a row's part of a scratch region."""
-    region = ctx.build.regions[name]
-    return region.offset + unit * (region.token_bytes // ctx.build.shape.kv_heads)
+    region = ctx.spec.regions[name]
+    return region.offset + unit * (region.token_bytes // ctx.shape.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def request_candidate(ctx, row):
 
 def rank_blocks(ctx, candidate, n_blk):
     """Thread b keys block b; -> (its rank, the tail block's rank), valid for b < n_blk."""
-    scored = (n_blk > ctx.build.shape.model.topk_blocks) & (ctx.tid < n_blk)
+    scored = (n_blk > ctx.shape.model.topk_blocks) & (ctx.tid < n_blk)
     by_score = index_key(ctx, ctx.tid, candidate.score, n_blk)
     gfx950.lds_store(ctx.lds.keys, ctx.tid, select(scored, by_score, fx.Int32(0) - ctx.tid))
     stamp(ctx, 18)
@@ -150,7 +150,7 @@ def context_and_slot(ctx, rank, is_tail, tail_rank, row):
     """(sparse context length, slot of this thread's block): the full blocks by rank, the tail block
     (the one that holds the row's own token) last. ``tail_rank`` is at least the number of slots
     where the tail is not in."""
-    model = ctx.build.shape.model
+    model = ctx.shape.model
     size = model.sparse_block
     n_sel = fx.min(row.n_blk, model.topk_blocks)
     tail_in = tail_rank < n_sel
@@ -170,7 +170,7 @@ def pages_from(first, n):
 def write_table(ctx, unit, is_in, slot, first_page, n_ctx):
     """The row's sparse page table: the pages of every slot, then the sparse context length."""
     base = row_base(ctx, "sparse_table", unit)
-    pages = ctx.build.place.pages_per_block
+    pages = ctx.plan.pages_per_block
     if is_in:
         for j in range_constexpr(0, pages, 4):
             at = (slot * pages + j) * WORD_BYTES
@@ -180,9 +180,9 @@ def write_table(ctx, unit, is_in, slot, first_page, n_ctx):
 
 
 @traced
-def keep_pages(ctx, partition, is_in, slot, first_page):
+def store_pages_to_lds(ctx, partition, is_in, slot, first_page):
     """lds.blocks[0..1] := the first page ids of selection slots 2 p and 2 p + 1."""
-    per_part = ctx.build.shape.model.topk_blocks // N_SPLIT
+    per_part = ctx.shape.model.topk_blocks // N_SPLIT
     if is_in & (div(slot, per_part) == partition):
         gfx950.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
 
@@ -196,19 +196,19 @@ def select_blocks(ctx, row, partition, candidate):
     For a long context ``select_long`` has left all that: a one-block stand-in is ranked and placed
     nowhere.
     """
-    short = row.n_blk <= ctx.build.tuning.rank_up_to
+    short = row.n_blk <= ctx.tuning.rank_up_to
     n_blk = select(short, row.n_blk, fx.Int32(1))
     if (ctx.tid < BLOCKS_WORDS) & short:
         gfx950.lds_store(ctx.lds.blocks, ctx.tid, fx.Int32(0))
     rank, tail_rank = rank_blocks(ctx, candidate, n_blk)
-    topk = ctx.build.shape.model.topk_blocks
+    topk = ctx.shape.model.topk_blocks
     is_in = (ctx.tid < n_blk) & (rank < topk) & short
     is_tail = ctx.tid == n_blk - 1
     n_ctx, slot = context_and_slot(
         ctx, rank, is_tail, tail_rank, Row(row.token, row.unit, row.seq_len, n_blk)
     )
-    first_page = candidate.block_id * ctx.build.cache.page_stride
-    keep_pages(ctx, partition, is_in, slot, first_page)
+    first_page = candidate.block_id * ctx.spec.cache.page_stride
+    store_pages_to_lds(ctx, partition, is_in, slot, first_page)
     if (partition == 0) & short:
         write_table(ctx, row.unit, is_in, slot, first_page, n_ctx)
     gfx950.barrier()

@@ -20,15 +20,15 @@ from m3lab.kernels.attention.select import (
     LEAST,
     context_and_slot,
     index_key,
-    keep_pages,
     row_base,
     row_of,
+    store_pages_to_lds,
     write_table,
 )
 from m3lab.kernels.device import gfx950, mailbox
-from m3lab.kernels.device.context import first_task, scratch_box, stamp
+from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import select, traced
-from m3lab.kernels.device.mailbox import Request
+from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod, xor_lane
 from m3lab.kernels.plan import THREADS, WAVES
 from m3lab.layout.regions import N_SPLIT, PAIR_BYTES, WORD_BYTES
@@ -106,7 +106,7 @@ def wave_best(ctx, first, second):
     return merge_lists(ctx, one, lane_pair(two, REVERSED_ROW))
 
 
-def keep_list(ctx, entry, pair):
+def store_list_to_lds(ctx, entry, pair):
     gfx950.lds_store(
         ctx.lds.keys, 2 * entry, fx.Vector.from_elements([pair.key, pair.block], fx.Int32), 2
     )
@@ -132,17 +132,17 @@ def select_long(ctx):
     blocks either way.
     """
     task = first_task(ctx, "split")
-    rows = ctx.build.tokens * ctx.build.shape.kv_heads
+    rows = ctx.spec.tokens * ctx.shape.kv_heads
     row = row_of(ctx, fx.min(div(task, N_SPLIT), rows - 1))
-    is_long = row.n_blk > ctx.build.tuning.rank_up_to
-    if gfx950.unlikely((task < ctx.build.place.split_tasks) & (is_long)):
+    is_long = row.n_blk > ctx.tuning.rank_up_to
+    if gfx950.unlikely((task < ctx.plan.split_tasks) & (is_long)):
         select_share(ctx, row, mod(task, N_SPLIT))
 
 
 def select_share(ctx, row, share):
     first, second = request_share(ctx, row, share)
     stamp(ctx, 18)
-    keep_wave_list(ctx, wave_best(ctx, first, second))
+    store_wave_list_to_lds(ctx, wave_best(ctx, first, second))
     gfx950.barrier()
     send_candidates(ctx, row.unit, share)
     gfx950.barrier()
@@ -171,14 +171,14 @@ def request_share(ctx, row, share):
 
 
 @traced
-def keep_wave_list(ctx, pair):
+def store_wave_list_to_lds(ctx, pair):
     if ctx.lane < GROUP:
-        keep_list(ctx, ctx.wave * GROUP + ctx.lane, pair)
+        store_list_to_lds(ctx, ctx.wave * GROUP + ctx.lane, pair)
 
 
 def candidate_at(ctx, unit, entry):
     """First pair of the two that hold candidate ``entry`` of a row."""
-    per_row = ctx.build.regions["sel_long"].per_token // ctx.build.shape.kv_heads
+    per_row = ctx.spec.regions["sel_long"].per_token // ctx.shape.kv_heads
     return unit * per_row + 2 * entry
 
 
@@ -190,7 +190,7 @@ def send_candidates(ctx, unit, share):
         best = best_of_lists(ctx)
         if ctx.lane < GROUP:
             at = candidate_at(ctx, unit, share * GROUP + ctx.lane)
-            box = scratch_box(ctx, "sel_long")
+            box = scratch_view(ctx, "sel_long")
             mailbox.put_words(ctx.tag, box, at, [best.key, best.block])
 
 
@@ -198,9 +198,9 @@ def send_candidates(ctx, unit, share):
 def receive_candidates(ctx, unit):
     """lds.keys := every share's candidates, a list a share."""
     if ctx.tid < WAVES * GROUP:
-        request = Request(scratch_box(ctx, "sel_long"), candidate_at(ctx, unit, ctx.tid), 2)
+        request = PairRange(scratch_view(ctx, "sel_long"), candidate_at(ctx, unit, ctx.tid), 2)
         ((key, block),) = mailbox.poll(ctx.tag, [request])
-        keep_list(ctx, ctx.tid, Pair(key, block))
+        store_list_to_lds(ctx, ctx.tid, Pair(key, block))
 
 
 @traced
@@ -217,8 +217,8 @@ def place_candidates(ctx, row, share):
         is_tail = held & (best.block == row.n_blk - 1)
         tail_rank = gfx950.first_lane(is_tail)
         n_ctx, slot = context_and_slot(ctx, ctx.lane, is_tail, tail_rank, row)
-        first_page = block_id * ctx.build.cache.page_stride
-        keep_pages(ctx, share, held, slot, first_page)
+        first_page = block_id * ctx.spec.cache.page_stride
+        store_pages_to_lds(ctx, share, held, slot, first_page)
         if share == 0:
             write_table(ctx, row.unit, held, slot, first_page, n_ctx)
         if ctx.lane == 0:

@@ -17,10 +17,10 @@ import flydsl.expr as fx
 
 from m3lab.kernels.attention.select import request_candidate, row_of, select_blocks
 from m3lab.kernels.device import gfx950, mailbox, mfma
-from m3lab.kernels.device.context import first_task, scratch_box, stamp
+from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, select, traced
-from m3lab.kernels.device.mailbox import Request
-from m3lab.kernels.device.wave import add, block_max, butterfly, div, fold, largest, mod
+from m3lab.kernels.device.mailbox import PairRange
+from m3lab.kernels.device.wave import add, block_max, butterfly, div, largest, mod, reduce
 from m3lab.kernels.plan import THREADS, TILE_ROWS, WAVES
 from m3lab.layout.regions import N_SPLIT, WORD_BYTES
 from m3lab.model.shapes import PAGE_TOKENS
@@ -40,8 +40,8 @@ PARTITIONS_AT = 1024  # then all maxima and sums, wave 0's alone
 @traced
 def split(ctx):
     """Every (token, kv head, partition) of the step, the partition counting fastest."""
-    place = ctx.build.place
-    for task in range(first_task(ctx, "split"), place.split_tasks, place.blocks):
+    plan = ctx.plan
+    for task in range(first_task(ctx, "split"), plan.split_tasks, plan.blocks):
         split_task(ctx, fx.Int32(task))
 
 
@@ -56,7 +56,7 @@ def split_task(ctx, task):
     stamp(ctx, 17)
     tiles = load_tiles(ctx, unit)
     stamp(ctx, 12)
-    first_key = partition * ctx.build.place.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
+    first_key = partition * ctx.plan.partition_keys + ctx.wave * (KEY_TILES * PAGE_TOKENS)
     lane_keys = n_ctx - (first_key + 8 * ctx.group)  # this lane's valid keys, <= 0 or >= 8 too
     scores = score_keys(ctx, tiles, lane_keys)
     share_maxima(ctx, tiles, scores, lane_keys)
@@ -93,8 +93,8 @@ def load_tiles(ctx, unit):
     lane's offset is the same for every wave, whatever the cache's size. Pages past the context
     are real ones whose bytes are masked later.
     """
-    shape, args = ctx.build.shape, ctx.args
-    pages = ctx.build.place.pages_per_block
+    shape, args = ctx.shape, ctx.args
+    pages = ctx.plan.pages_per_block
     first = ctx.wave * KEY_TILES
     block_page = gfx950.uniform(gfx950.lds_load(ctx.lds.blocks, div(first, pages)))
     page = gfx950.i64(block_page + mod(first, pages))
@@ -122,20 +122,20 @@ def load_tiles(ctx, unit):
 
 def head_offset(ctx, unit, size):
     """``size`` times the kv head of a row, as Int64."""
-    return gfx950.i64(mod(unit, ctx.build.shape.kv_heads) * size)
+    return gfx950.i64(mod(unit, ctx.shape.kv_heads) * size)
 
 
 def load_scales(ctx, unit, address, page):
     """The scales of this lane's eight keys."""
-    if ctx.build.cache.static_scale:
-        scale = gfx950.bits_float(gfx950.load(gfx950.buffer(address), 0))
+    if ctx.spec.cache.static_scale:
+        scale = gfx950.bitcast_f32(gfx950.load(gfx950.buffer(address), 0))
         return [scale] * 8
     head_bytes = PAGE_TOKENS * WORD_BYTES
-    page_bytes = ctx.build.shape.kv_heads * head_bytes
+    page_bytes = ctx.shape.kv_heads * head_bytes
     scales = gfx950.buffer(address + page * page_bytes + head_offset(ctx, unit, head_bytes))
     at = div(ctx.group, 2) * page_bytes + mod(ctx.group, 2) * (8 * WORD_BYTES)
     words = [gfx950.load(scales, at + 16 * i, 4) for i in range(2)]
-    return [gfx950.bits_float(half[i]) for half in words for i in range(4)]
+    return [gfx950.bitcast_f32(half[i]) for half in words for i in range(4)]
 
 
 def query_unit(head, unit):
@@ -146,7 +146,7 @@ def query_unit(head, unit):
 
 def group_quads(ctx):
     """Runs of four elements in the attention row of the query heads that share a kv head."""
-    return ctx.build.shape.heads_per_kv * ctx.build.shape.model.head_dim // 4
+    return ctx.shape.heads_per_kv * ctx.shape.model.head_dim // 4
 
 
 def thread_quad(ctx):
@@ -178,13 +178,13 @@ def quantize_query(ctx, query):
     head, word = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
     dims = [x for i in range(2) for x in gfx950.bf16_floats(query[i])]
     gfx950.lds_store(
-        ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), gfx950.fp8_word(*dims)
+        ctx.lds.q8, query_unit(head, div(word, 4)) + mod(word, 4), gfx950.pack_fp8x4(*dims)
     )
 
 
 def score_keys(ctx, tiles, lane_keys):
     """Scaled scores of this lane's eight keys with its head ``row``; NEG where masked."""
-    halves = range(ctx.build.shape.model.head_dim // 64)
+    halves = range(ctx.shape.model.head_dim // 64)
     query = [
         gfx950.lds_load(ctx.lds.q8, query_unit(ctx.row, 4 * half + ctx.group), 4) for half in halves
     ]
@@ -198,7 +198,7 @@ def score_keys(ctx, tiles, lane_keys):
                 acc = gfx950.mfma_fp8(k_part, q_part, acc)
         scores += [acc[e] for e in range(4)]
     scaled = [
-        (ctx.build.sm_scale * scale) * score
+        (ctx.spec.sm_scale * scale) * score
         for scale, score in zip(tiles.k_scales, scores, strict=True)
     ]
     return [select(lane_keys > i, s, fx.Float32(NEG)) for i, s in enumerate(scaled)]
@@ -216,8 +216,8 @@ def heads_at(ctx, what, head):
 @traced
 def share_maxima(ctx, tiles, scores, lane_keys):
     """lds.heads := this wave's maximum score per head and its largest valid V scale."""
-    head_max = butterfly(fold(scores, largest), GROUPS, largest)
-    v_max = butterfly(fold(valid_scales(tiles, lane_keys), largest), GROUPS, largest)
+    head_max = butterfly(reduce(scores, largest), GROUPS, largest)
+    v_max = butterfly(reduce(valid_scales(tiles, lane_keys), largest), GROUPS, largest)
     if ctx.group == 0:
         gfx950.lds_store(ctx.lds.heads, heads_at(ctx, 0, ctx.row) + ctx.wave, head_max)
     if ctx.lane == 0:
@@ -232,8 +232,8 @@ def wave_values(ctx, at):
 
 def read_maxima(ctx):
     """The partition's maximum for this lane's head, and its largest valid V scale."""
-    v_max = fold(wave_values(ctx, heads_at(ctx, 2, 0)), largest)
-    return fold(wave_values(ctx, heads_at(ctx, 0, ctx.row)), largest), v_max
+    v_max = reduce(wave_values(ctx, heads_at(ctx, 2, 0)), largest)
+    return reduce(wave_values(ctx, heads_at(ctx, 0, ctx.row)), largest), v_max
 
 
 @traced
@@ -243,18 +243,18 @@ def weigh_keys(ctx, tiles, scores, head_max, v_max, lane_keys):
     to_fp8 = FP8_MAX * gfx950.rcp(v_max + 1e-8)
     p = [gfx950.exp2((score - head_max) * LOG2E) for score in scores]
     scaled = [(s * to_fp8) * x for s, x in zip(valid_scales(tiles, lane_keys), p, strict=True)]
-    total = butterfly(fold(p, add), GROUPS)
+    total = butterfly(reduce(p, add), GROUPS)
     if ctx.group == 0:
         gfx950.lds_store(ctx.lds.heads, heads_at(ctx, 1, ctx.row) + ctx.wave, total)
     stamp(ctx, 14)
-    words = [gfx950.fp8_word(*scaled[4 * i : 4 * i + 4]) for i in range(2)]
+    words = [gfx950.pack_fp8x4(*scaled[4 * i : 4 * i + 4]) for i in range(2)]
     return fx.Vector.from_elements(words, fx.Int32).bitcast(fx.Int64)[0]
 
 
 def partial_at(ctx, wave, head, unit):
     """LDS word of a wave's partial output, ``unit`` counting four dims of ``head``: rotated so
     that neither the heads of a store nor the dims of a load meet in one bank."""
-    head_dim = ctx.build.shape.model.head_dim
+    head_dim = ctx.shape.model.head_dim
     return (wave * TILE_ROWS + head) * head_dim + (unit ^ head) * 4
 
 
@@ -279,26 +279,26 @@ def publish(ctx, unit, partition, head_max, v_max):
 
     A partition with no valid key publishes m = NEG, l = 256, o = 0 and weighs nothing.
     """
-    shape = ctx.build.shape
+    shape = ctx.shape
     head, quad = div(ctx.tid, HEAD_THREADS), mod(ctx.tid, HEAD_THREADS)
-    weight_sum = fold(wave_values(ctx, heads_at(ctx, 1, head)), add)
+    weight_sum = reduce(wave_values(ctx, heads_at(ctx, 1, head)), add)
     inverse = 1.0 / select(weight_sum > 0.0, weight_sum, fx.Float32(1.0))
     parts = [
         gfx950.lds_load(ctx.lds.partials, partial_at(ctx, w, head, quad), 4, fx.Float32)
         for w in range(WAVES)
     ]
     scale = v_max * (1.0 / FP8_MAX)
-    out = [(scale * fold([part[i] for part in parts], add)) * inverse for i in range(4)]
+    out = [(scale * reduce([part[i] for part in parts], add)) * inverse for i in range(4)]
     token, kv_head = div(unit, shape.kv_heads), mod(unit, shape.kv_heads)
     part = token * N_SPLIT + partition
     first_head = part * shape.q_heads + kv_head * shape.heads_per_kv
     at = first_head * shape.model.head_dim + ctx.tid * 4
-    unless_repeated(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_box(ctx, "sp_o"), at, out))
+    unless_repeated(ctx, lambda: mailbox.put_bf(ctx.tag, scratch_view(ctx, "sp_o"), at, out))
     if ctx.tid < shape.heads_per_kv:  # wave 0's lane of head tid: its own maximum is the head's
-        total = fold(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
+        total = reduce(wave_values(ctx, heads_at(ctx, 1, ctx.tid)), add)
         head_at = first_head + ctx.tid
-        mailbox.put(ctx.tag, scratch_box(ctx, "sp_m"), head_at, head_max)
-        mailbox.put(ctx.tag, scratch_box(ctx, "sp_l"), head_at, total)
+        mailbox.put(ctx.tag, scratch_view(ctx, "sp_m"), head_at, head_max)
+        mailbox.put(ctx.tag, scratch_view(ctx, "sp_l"), head_at, total)
 
 
 # ---------------------------------------------------------------------- merge
@@ -310,25 +310,25 @@ def await_partitions(ctx, token):
     barrier: 512 threads polling through the whole split load the memory system that the split
     itself reads (-0.4 us, measured upstream), and every wave of every output task would read the
     same few lines of maxima and sums. The barrier frees ``lds.red`` below the shares too."""
-    if const_expr(not ctx.build.tuning.poll_all):
+    if const_expr(not ctx.tuning.poll_all):
         if ctx.wave == 0:
-            keep_shares(ctx, token)
+            store_shares_to_lds(ctx, token)
     gfx950.barrier()
 
 
-def keep_shares(ctx, token):
+def store_shares_to_lds(ctx, token):
     """lds.red := at SHARES_AT each head's share of every partition, by one wave."""
-    heads = ctx.build.shape.q_heads
+    heads = ctx.shape.q_heads
     n = N_SPLIT * heads
     firsts = range(0, n, gfx950.LANES)
     requests = [
-        Request(scratch_box(ctx, name), token * n + ctx.lane + first)
+        PairRange(scratch_view(ctx, name), token * n + ctx.lane + first)
         for name in ("sp_m", "sp_l")
         for first in firsts
     ]
     for i, (word,) in enumerate(mailbox.poll(ctx.tag, requests)):
         gfx950.lds_store(
-            ctx.lds.red, PARTITIONS_AT + i * gfx950.LANES + ctx.lane, gfx950.bits_float(word)
+            ctx.lds.red, PARTITIONS_AT + i * gfx950.LANES + ctx.lane, gfx950.bitcast_f32(word)
         )
     head = mod(ctx.lane, heads)
     values = [
@@ -343,34 +343,34 @@ def keep_shares(ctx, token):
 def shares_of(maxima, sums):
     """A head's share of every partition, in fp32: sum x exp2(maximum - the largest), over their
     sum."""
-    top = fold(maxima, largest)
+    top = reduce(maxima, largest)
     weights = [s * gfx950.exp2((m - top) * LOG2E) for s, m in zip(sums, maxima, strict=True)]
-    total = fold(weights, add)
+    total = reduce(weights, add)
     total = select(total > 0.0, total, fx.Float32(1.0))
     inverse = 1.0 / total
-    return [gfx950.quotient(weight, total, inverse) for weight in weights]
+    return [gfx950.div_rn(weight, total, inverse) for weight in weights]
 
 
 def poll_partitions(ctx, token, kv_head):
     """Every partition's share of this thread's head under a kv head, and its four outputs."""
-    shape = ctx.build.shape
+    shape = ctx.shape
     quad = row_quad(ctx, kv_head)
     head = div(quad, HEAD_THREADS)
     wanted = [("sp_o", shape.o_k // 2, quad * 2, 2)]
-    if ctx.build.tuning.poll_all:
+    if ctx.tuning.poll_all:
         wanted = [("sp_m", shape.q_heads, head, 1), ("sp_l", shape.q_heads, head, 1), *wanted]
     requests = []
     for name, per_part, at, pairs in wanted:
         first = token * (N_SPLIT * per_part) + at
-        box = scratch_box(ctx, name)
+        box = scratch_view(ctx, name)
         # a partition's offset is a constant of the load: an address each would fill registers
         requests += [
-            Request(mailbox.further(box, i * per_part), first, pairs) for i in range(N_SPLIT)
+            PairRange(mailbox.further(box, i * per_part), first, pairs) for i in range(N_SPLIT)
         ]
     got = mailbox.poll(ctx.tag, requests, batch=len(requests))
     outs = [[x for word in pair for x in gfx950.bf16_floats(word)] for pair in got[-N_SPLIT:]]
-    if ctx.build.tuning.poll_all:
-        values = [gfx950.bits_float(word) for (word,) in got[:-N_SPLIT]]
+    if ctx.tuning.poll_all:
+        values = [gfx950.bitcast_f32(word) for (word,) in got[:-N_SPLIT]]
         return shares_of(values[:N_SPLIT], values[N_SPLIT:]), outs
     at = SHARES_AT + head * N_SPLIT
     halves = [gfx950.lds_load(ctx.lds.red, at + i, 4, fx.Float32) for i in range(0, N_SPLIT, 4)]
@@ -389,11 +389,11 @@ def merge_token(ctx, token):
     The scale is amax / 448; an all-zero row gives zeros, not 0 * inf. ``lds.red`` must be free.
     """
     await_partitions(ctx, token)
-    quads = [merge_quad(ctx, token, kv_head) for kv_head in range(ctx.build.shape.kv_heads)]
-    amax = block_max(fold([gfx950.absolute(dim) for quad in quads for dim in quad], largest), ctx)
+    quads = [merge_quad(ctx, token, kv_head) for kv_head in range(ctx.shape.kv_heads)]
+    amax = block_max(reduce([gfx950.absolute(dim) for quad in quads for dim in quad], largest), ctx)
     scale = amax * (1.0 / FP8_MAX)
     inverse = select(amax == 0.0, fx.Float32(0.0), gfx950.rcp(scale))
-    return [gfx950.fp8_word(*[dim * inverse for dim in quad]) for quad in quads], scale
+    return [gfx950.pack_fp8x4(*[dim * inverse for dim in quad]) for quad in quads], scale
 
 
 def merge_quad(ctx, token, kv_head):
@@ -410,16 +410,16 @@ def merge_quad(ctx, token, kv_head):
 def merge(ctx):
     """With several tokens, one task per token merges it; merged in the output tasks, the tokens'
     merges ran one after another in every one of them (+14 us at four tokens, measured upstream)."""
-    place = ctx.build.place
-    if const_expr(place.merge_tasks > 0):
-        for task in range(first_task(ctx, "merge"), place.merge_tasks, place.blocks):
+    plan = ctx.plan
+    if const_expr(plan.merge_tasks > 0):
+        for task in range(first_task(ctx, "merge"), plan.merge_tasks, plan.blocks):
             publish_token(ctx, fx.Int32(task))
 
 
 def store_words(ctx, token, words):
-    base = ctx.build.regions["attnq"].offset
+    base = ctx.spec.regions["attnq"].offset
     for kv_head, word in enumerate(words):
-        at = token * (ctx.build.shape.o_k // 4) + row_quad(ctx, kv_head)
+        at = token * (ctx.shape.o_k // 4) + row_quad(ctx, kv_head)
         gfx950.store(ctx.scratch, at * WORD_BYTES, word, base=base, cache=gfx950.DEVICE)
 
 
@@ -431,4 +431,4 @@ def publish_token(ctx, token):
     gfx950.release_stores()
     gfx950.barrier()
     if ctx.tid == 0:
-        mailbox.put(ctx.tag, scratch_box(ctx, "attnq_s"), token, scale)
+        mailbox.put(ctx.tag, scratch_view(ctx, "attnq_s"), token, scale)

@@ -13,8 +13,8 @@ peer makes only after it has finished reading layer L-1's MLP region.
 import flydsl.expr as fx
 
 from m3lab.kernels.device import gfx950, mailbox
-from m3lab.kernels.device.context import inbox_box
-from m3lab.kernels.device.mailbox import Box, Request
+from m3lab.kernels.device.context import inbox_view
+from m3lab.kernels.device.mailbox import MailboxView, PairRange
 from m3lab.model.shapes import MAX_TOKENS
 
 
@@ -26,7 +26,7 @@ def request_peer(ctx, peer):
 
 def request_peers(ctx):
     """Request every rank's inbox address, in rank order, this rank's own included."""
-    return [request_peer(ctx, peer) for peer in range(ctx.build.npes)]
+    return [request_peer(ctx, peer) for peer in range(ctx.spec.npes)]
 
 
 def inbox_at(address):
@@ -34,28 +34,28 @@ def inbox_at(address):
     return gfx950.buffer(gfx950.uniform64(address.bitcast(fx.Int64)[0]))
 
 
-def peer_box(ctx, buffer, name):
+def peer_view(ctx, buffer, name):
     """A region of the inbox that ``buffer`` is on."""
-    return Box(buffer, ctx.build.peer_regions[name].offset, gfx950.SYSTEM)
+    return MailboxView(buffer, ctx.spec.peer_regions[name].offset, gfx950.SYSTEM)
 
 
 def partial_element(ctx, source, token, element):
     """Element of [source rank][token][hidden] in ``attn`` and ``ffn``."""
-    return (source * MAX_TOKENS + token) * ctx.build.shape.hidden + element
+    return (source * MAX_TOKENS + token) * ctx.shape.hidden + element
 
 
 def push(ctx, buffer, name, token, element, pair):
     """This rank's two bf16 partials of ``token`` from ``element`` to a peer's inbox."""
     at = partial_element(ctx, ctx.args.rank, token, element)
-    mailbox.put_bf(ctx.tag, peer_box(ctx, buffer, name), at, pair)
+    mailbox.put_bf(ctx.tag, peer_view(ctx, buffer, name), at, pair)
 
 
 def rank_sum(ctx, name, token, element):
     """The two sums, fp32, of every rank's partials of ``token`` from ``element``."""
-    box = inbox_box(ctx, name)
-    sources = range(ctx.build.npes)
+    box = inbox_view(ctx, name)
+    sources = range(ctx.spec.npes)
     at = [partial_element(ctx, source, token, element) >> 1 for source in sources]
-    parts = mailbox.poll(ctx.tag, [Request(box, index) for index in at])
+    parts = mailbox.poll(ctx.tag, [PairRange(box, index) for index in at])
     low, high = gfx950.f32(0.0), gfx950.f32(0.0)
     for (word,) in parts:
         one, two = gfx950.bf16_floats(word)
@@ -65,6 +65,6 @@ def rank_sum(ctx, name, token, element):
 
 def gather(ctx, buffers, name, token, element, sums):
     """The owner's two sums of ``token`` from ``element`` to every rank."""
-    at = token * ctx.build.shape.hidden + element
+    at = token * ctx.shape.hidden + element
     for buffer in buffers:
-        mailbox.put_bf(ctx.tag, peer_box(ctx, buffer, name), at, sums)
+        mailbox.put_bf(ctx.tag, peer_view(ctx, buffer, name), at, sums)

@@ -1,8 +1,8 @@
 """What every stage of the post-attention kernel is handed: the build, and the CTA's own values.
 
-A ``Context`` is made once, in ``post_attn``, at the start of a trace; the stages are functions over
-it. The helpers here are those that belong to no stage: a region's address, a stage's first task, a
-timeline stamp.
+A ``TraceContext`` is made once, in ``post_attn``, at the start of a trace; the stages are functions
+over it. The helpers here are those that belong to no stage: a region's address, a stage's first
+task, a timeline stamp.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from typing import Any
 
 from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.gfx950 import const_expr, traced
-from m3lab.kernels.device.mailbox import Box
-from m3lab.kernels.plan import TL_POINTS, Placement
+from m3lab.kernels.device.mailbox import MailboxView
+from m3lab.kernels.plan import TL_POINTS, Plan
 from m3lab.kernels.tuning import Tuning
 from m3lab.layout.regions import Region, peer_layout, scratch_layout
 from m3lab.model.shapes import CacheLayout, RankShape
 
 
 @dataclass(frozen=True)
-class Build:
+class KernelSpec:
     """The constants of one build: everything that is not a kernel argument."""
 
-    place: Placement
+    plan: Plan
     cache: CacheLayout
     sm_scale: float
     eps: float
@@ -38,19 +38,19 @@ class Build:
 
     @property
     def shape(self) -> RankShape:
-        return self.place.shape
+        return self.plan.shape
 
     @property
     def tokens(self) -> int:
-        return self.place.tokens
+        return self.plan.tokens
 
     @property
     def npes(self) -> int:
-        return self.place.npes
+        return self.plan.npes
 
     @property
     def tuning(self) -> Tuning:
-        return self.place.tuning
+        return self.plan.tuning
 
     @cached_property
     def regions(self) -> dict[str, Region]:
@@ -62,14 +62,14 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Context:
+class TraceContext:
     """A trace of the kernel: traced values of this thread, wave and CTA.
 
     ``args`` holds the kernel arguments by name, ``lds`` the LDS arrays. ``wave`` is uniform;
     ``group`` and ``row`` are a lane's place in a matrix operand (lane = 16 group + row).
     """
 
-    build: Build
+    spec: KernelSpec
     args: SimpleNamespace
     lds: SimpleNamespace
     tid: Any
@@ -82,26 +82,38 @@ class Context:
     inbox: Any
     tag: Any
 
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
 
-def scratch_box(ctx: Context, name: str) -> Box:
+    @property
+    def shape(self) -> RankShape:
+        return self.spec.shape
+
+    @property
+    def tuning(self) -> Tuning:
+        return self.spec.tuning
+
+
+def scratch_view(ctx: TraceContext, name: str) -> MailboxView:
     """A region of this rank's scratch."""
-    return Box(ctx.scratch, ctx.build.regions[name].offset, gfx950.DEVICE)
+    return MailboxView(ctx.scratch, ctx.spec.regions[name].offset, gfx950.DEVICE)
 
 
-def inbox_box(ctx: Context, name: str) -> Box:
+def inbox_view(ctx: TraceContext, name: str) -> MailboxView:
     """A region of this rank's own peer buffer, which the peers write."""
-    return Box(ctx.inbox, ctx.build.peer_regions[name].offset, gfx950.SYSTEM)
+    return MailboxView(ctx.inbox, ctx.spec.peer_regions[name].offset, gfx950.SYSTEM)
 
 
-def first_task(ctx: Context, stage: str) -> Any:
+def first_task(ctx: TraceContext, stage: str) -> Any:
     """This CTA's first task of ``stage``; the next ones are ``blocks`` apart."""
-    place = ctx.build.place
-    base = place.bases[stage]
+    plan = ctx.plan
+    base = plan.bases[stage]
     if base == 0:
         return ctx.bid
     # one conditional wrap: a remainder by a CTA count that is no power of two is a division
     shifted = ctx.bid - base
-    return gfx950.select(shifted < 0, shifted + place.blocks, shifted)
+    return gfx950.select(shifted < 0, shifted + plan.blocks, shifted)
 
 
 @traced
@@ -111,7 +123,7 @@ def stamp(ctx, point):
     Kept in LDS until the kernel ends: a global store per stamp would put its write latency on
     every later wait for loads.
     """
-    if const_expr(ctx.build.timeline):
+    if const_expr(ctx.spec.timeline):
         # a compile-time and a traced condition cannot share one ``and``
         if ctx.tid == 0:
             gfx950.lds_store(ctx.lds.stamps, point, gfx950.clock())
@@ -120,7 +132,7 @@ def stamp(ctx, point):
 @traced
 def clear_stamps(ctx):
     """Unstamped points read 0. The stamping wave clears them itself: no barrier is needed."""
-    if const_expr(ctx.build.timeline):
+    if const_expr(ctx.spec.timeline):
         if ctx.tid < TL_POINTS:
             gfx950.lds_store(ctx.lds.stamps, ctx.tid, gfx950.i64(0))
 
@@ -128,7 +140,7 @@ def clear_stamps(ctx):
 @traced
 def flush_stamps(ctx):
     """The CTA's stamps to ``tl``, int64 [blocks][points]."""
-    if const_expr(ctx.build.timeline):
+    if const_expr(ctx.spec.timeline):
         if ctx.tid < TL_POINTS:
             at = gfx950.i64(ctx.bid * TL_POINTS + ctx.tid) * 8
             gfx950.store_i64(ctx.args.tl + at, gfx950.lds_load(ctx.lds.stamps, ctx.tid))

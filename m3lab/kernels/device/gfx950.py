@@ -1,4 +1,4 @@
-"""Every raw or unstable FlyDSL, ROCDL and LLVM use of the kernels, in one place.
+"""Every raw or unstable FlyDSL, ROCDL and LLVM use of the kernels, in one plan.
 
 The other kernel modules speak of buffers, words and lanes through these functions and of nothing
 below them, so that a FlyDSL upgrade touches this file alone. There is no knowledge of the model or
@@ -60,11 +60,11 @@ def select(cond, yes, no):
     return cond.select(yes, no)
 
 
-def float_bits(x):
+def bitcast_i32(x):
     return x.bitcast(fx.Int32)
 
 
-def bits_float(word):
+def bitcast_f32(word):
     return word.bitcast(fx.Float32)
 
 
@@ -77,7 +77,7 @@ def absolute(x):
     return fx.math.absf(x)
 
 
-def quotient(x, divisor, inverse):
+def div_rn(x, divisor, inverse):
     """x / divisor, correctly rounded without a division; ``inverse`` is 1 / divisor."""
     q = x * inverse
     return fma(fma(-q, divisor, x), inverse, q)
@@ -115,7 +115,7 @@ def exp2(x):
 
 
 @dsl_loc_tracing
-def fp8_word(a, b, c, d):
+def pack_fp8x4(a, b, c, d):
     """Four fp32 as E4M3 bytes, ``a`` lowest (RNE; past 448 is NaN)."""
     word = as_ir_value(fx.Int32(0))
     for half, pair in enumerate(((a, b), (c, d))):
@@ -128,14 +128,14 @@ def bf16_round(x):
     return x.to(fx.BFloat16).to(fx.Float32)
 
 
-def bf16_word(low, high):
+def pack_bf16x2(low, high):
     """Two fp32 as a word of two bf16."""
     return fx.Vector.from_elements([low, high], fx.Float32).to(fx.BFloat16).bitcast(fx.Int32)[0]
 
 
 def bf16_floats(word):
     """The two bf16 of a word as fp32: (low, high)."""
-    return bits_float(word << 16), bits_float(word & fx.Int32(-65536))
+    return bitcast_f32(word << 16), bitcast_f32(word & fx.Int32(-65536))
 
 
 # ---------------------------------------------------------------------- memory
@@ -240,7 +240,7 @@ def release_stores():
 
 
 @dsl_loc_tracing
-def spin(counts, load_all, pending):
+def poll_until(counts, load_all, pending):
     """Load until nothing is ``pending``; one ``s_sleep 1`` between tries.
 
     ``counts``: words of each value that ``load_all()`` returns; ``pending(values)``: the lane's
@@ -281,7 +281,7 @@ def unlikely(cond):
 
 
 @dsl_loc_tracing
-def keep_order():
+def sched_barrier():
     """No instruction crosses this point of the schedule. Between requests and their use: to save
     registers the compiler would move each load to its use, and only a few be in flight."""
     rocdl.sched_barrier(0)
@@ -343,8 +343,8 @@ def xor_in_row(word, offset):
 @dsl_loc_tracing
 def lane_value(x, lane):
     """A Float32 of the lane ``lane``, a uniform index, in every lane: v_readlane."""
-    word = raw_rocdl.readlane(T.i32, as_ir_value(float_bits(x)), as_ir_value(lane))
-    return bits_float(fx.Int32(word))
+    word = raw_rocdl.readlane(T.i32, as_ir_value(bitcast_i32(x)), as_ir_value(lane))
+    return bitcast_f32(fx.Int32(word))
 
 
 # ---------------------------------------------------------------------- dot products, matrix cores

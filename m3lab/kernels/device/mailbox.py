@@ -17,7 +17,7 @@ POLL_BATCH = 12  # loads that are re-loaded together
 
 
 @dataclass(frozen=True)
-class Box:
+class MailboxView:
     """A region as a kernel addresses it: a buffer, the region's byte offset in it, the scope of its
     loads and stores (``gfx950.DEVICE`` between CTAs, ``gfx950.SYSTEM`` between GPUs)."""
 
@@ -27,18 +27,18 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Request:
+class PairRange:
     """``pairs`` (1 or 2) consecutive pairs to poll, from pair ``index``; two start at an even
     index."""
 
-    box: Box
+    box: MailboxView
     index: Any
     pairs: int = 1
 
 
 def further(box, pairs):
     """The box from ``pairs`` (a number) pairs on."""
-    return Box(box.buffer, box.base + pairs * PAIR_BYTES, box.cache)
+    return MailboxView(box.buffer, box.base + pairs * PAIR_BYTES, box.cache)
 
 
 def launch_tag(step, layer):
@@ -55,12 +55,12 @@ def put_words(tag, box, index, words):
 
 def put(tag, box, index, value):
     """One fp32 to pair ``index``."""
-    put_words(tag, box, index, [gfx950.float_bits(value)])
+    put_words(tag, box, index, [gfx950.bitcast_i32(value)])
 
 
 def put_bf(tag, box, element, values):
     """Two or four fp32 as bf16 to the pairs that hold elements from ``element``, in one store."""
-    words = [gfx950.bf16_word(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    words = [gfx950.pack_bf16x2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
     put_words(tag, box, element >> 1, words)
 
 
@@ -91,5 +91,5 @@ def _poll_batch(tag, requests):
         tags = [value[i] for value, n in zip(values, counts, strict=True) for i in range(1, n, 2)]
         return (fx.min(*tags, tag) != tag) | (fx.max(*tags, tag) != tag)
 
-    got = gfx950.spin(counts, load_all, pending)
+    got = gfx950.poll_until(counts, load_all, pending)
     return [[v[i] for i in range(0, n, 2)] for v, n in zip(got, counts, strict=True)]

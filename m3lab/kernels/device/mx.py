@@ -31,16 +31,16 @@ def block_scale(values, lanes):
     amax = gfx950.absolute(values[0])
     for value in values[1:]:
         amax = largest(amax, gfx950.absolute(value))
-    bits = gfx950.float_bits(butterfly(amax, lanes, largest) * (1.0 / FP8_MAX))
+    bits = gfx950.bitcast_i32(butterfly(amax, lanes, largest) * (1.0 / FP8_MAX))
     # a carry out of the mantissa is the round-up
     byte = ((bits + 0x7FFFFF) >> 23) & 0xFF
     byte = fx.max(fx.min(byte, fx.Int32(254)), fx.Int32(1))
-    return byte, gfx950.bits_float((fx.Int32(254) - byte) << 23)
+    return byte, gfx950.bitcast_f32((fx.Int32(254) - byte) << 23)
 
 
 def fp8_elements(values, inverse):
     """Four scaled values as a word of E4M3, clamped to +-448."""
-    return gfx950.fp8_word(*[clamp(value * inverse, FP8_MAX) for value in values])
+    return gfx950.pack_fp8x4(*[clamp(value * inverse, FP8_MAX) for value in values])
 
 
 def clamp(x, limit):

@@ -34,7 +34,7 @@ def pick(values, k):
 
 def xor_lane(x, offset):
     """The value of lane ^ ``offset`` (1..63), for an Int32 or Float32."""
-    word = gfx950.float_bits(x) if isinstance(x, fx.Float32) else x
+    word = gfx950.bitcast_i32(x) if isinstance(x, fx.Float32) else x
     lane = fx.thread_idx.x
     for bit, swap in ((32, gfx950.swap_halves), (16, gfx950.swap_rows)):
         if offset & bit:
@@ -42,7 +42,7 @@ def xor_lane(x, offset):
             word = gfx950.select((lane & bit) == 0, high, low)
     if offset & 15:
         word = gfx950.xor_in_row(word, offset & 15)
-    return gfx950.bits_float(word) if isinstance(x, fx.Float32) else word
+    return gfx950.bitcast_f32(word) if isinstance(x, fx.Float32) else word
 
 
 def add(x, y):
@@ -62,7 +62,7 @@ def _both(x, offset):
     if swap is None:
         return x, xor_lane(x, offset)
     if isinstance(x, fx.Float32):
-        return tuple(gfx950.bits_float(word) for word in swap(gfx950.float_bits(x)))
+        return tuple(gfx950.bitcast_f32(word) for word in swap(gfx950.bitcast_i32(x)))
     return swap(x)
 
 
@@ -71,7 +71,7 @@ def largest(x, y):
     return fx.max(x, y)
 
 
-def fold(values, op):
+def reduce(values, op):
     total = values[0]
     for value in values[1:]:
         total = op(total, value)

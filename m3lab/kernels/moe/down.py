@@ -12,9 +12,9 @@ import flydsl.expr as fx
 
 from m3lab.kernels.attention.o_proj import PAIRS, WAVES_PER_GROUP, row_pair, sum_tiles
 from m3lab.kernels.device import allreduce, gfx950, mailbox, mfma, mx
-from m3lab.kernels.device.context import scratch_box, stamp
+from m3lab.kernels.device.context import scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, select, traced
-from m3lab.kernels.device.mailbox import Request
+from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod
 from m3lab.kernels.moe.routing import route_weight, routed_expert
 from m3lab.kernels.moe.up_gate import expert_matrix, shared_matrix
@@ -35,10 +35,10 @@ class DownTask:
 
 
 def down_task(ctx):
-    place = ctx.build.place
-    task = ctx.bid - place.bases["down"]
-    exists = (task >= 0) & (task < place.down_tasks)
-    return DownTask(fx.min(fx.max(task, 0), place.down_tasks - 1), exists)
+    plan = ctx.plan
+    task = ctx.bid - plan.bases["down"]
+    exists = (task >= 0) & (task < plan.down_tasks)
+    return DownTask(fx.min(fx.max(task, 0), plan.down_tasks - 1), exists)
 
 
 def row_group(ctx, down):
@@ -54,14 +54,14 @@ def wave_slot(ctx):
 def request_routed(ctx, token, down):
     """This wave's slot of ``token``; a CTA without a down task reads nothing."""
     table = expert_matrix(ctx, "2", routed_expert(ctx, token, wave_slot(ctx)))
-    chunks = ctx.build.place.down_chunks
+    chunks = ctx.plan.down_chunks
     where = (row_group(ctx, down), fx.Int32(0), chunks, mx.Lane(ctx.lane))
     return mx.request_tiles(table, *where, present=down.exists)
 
 
 def shared_chunks(ctx):
     """Chunks of the shared expert that a wave takes: an even number, for the scale dwords."""
-    per_wave = -(-ctx.build.place.down_chunks // WAVES_PER_GROUP)
+    per_wave = -(-ctx.plan.down_chunks // WAVES_PER_GROUP)
     return per_wave + per_wave % 2
 
 
@@ -72,7 +72,7 @@ def shared_first(ctx):
 def request_shared(ctx, down):
     """This wave's chunks of the shared expert, for every token; a wave past the row's end, or a CTA
     without a down task, reads nothing."""
-    first, chunks = shared_first(ctx), ctx.build.place.down_chunks
+    first, chunks = shared_first(ctx), ctx.plan.down_chunks
     lane, present = mx.Lane(ctx.lane), down.exists & (first < chunks)
     where = (row_group(ctx, down), first, min(shared_chunks(ctx), chunks), lane)
     left = chunks - first if ends_in_a_wave(ctx) else None
@@ -81,7 +81,7 @@ def request_shared(ctx, down):
 
 def ends_in_a_wave(ctx):
     """Whether the row ends within a wave's chunks of the shared expert (three chunks, at W=8)."""
-    chunks = ctx.build.place.down_chunks
+    chunks = ctx.plan.down_chunks
     return chunks % min(shared_chunks(ctx), chunks) != 0
 
 
@@ -90,43 +90,43 @@ def ends_in_a_wave(ctx):
 
 def mid_elements(ctx):
     """Mid elements of a token, every slot."""
-    return (ctx.build.shape.model.top_k + 1) * ctx.build.shape.inter
+    return (ctx.shape.model.top_k + 1) * ctx.shape.inter
 
 
 def row8_at(ctx, token):
-    """LDS word of a token's MXFP8 mids, behind every token's bf16 ones."""
+    """LDS word of a token's MXFP8 intermediates, behind every token's bf16 ones."""
     n = mid_elements(ctx)
-    return ctx.build.tokens * (n // 2) + token * (n // 4)
+    return ctx.spec.tokens * (n // 2) + token * (n // 4)
 
 
 def scales_at(ctx, token):
     """LDS word of a token's scale row, ``mx.scale_word`` within it."""
-    row = ctx.build.place.mid_scale_row
-    return ctx.build.tokens * (mid_elements(ctx) * 3 // 4) + token * row
+    row = ctx.plan.mid_scale_row
+    return ctx.spec.tokens * (mid_elements(ctx) * 3 // 4) + token * row
 
 
-def fetch_mids(ctx):
-    """lds.pool := every token's mids as bf16 pairs, polled in one go: they land together (four
-    tokens: -1.1 us, measured upstream)."""
+def fetch_intermediates(ctx):
+    """lds.pool := every token's intermediates as bf16 pairs, polled in one go: they land
+    together (four tokens: -1.1 us, measured upstream)."""
     n = mid_elements(ctx) // 2
-    places = [(k, i) for k in range(ctx.build.tokens) for i in range(0, n, 2 * THREADS)]
-    box = scratch_box(ctx, "mid")
-    requests = [Request(box, k * n + fx.min(ctx.tid * 2 + i, n - 2), 2) for k, i in places]
+    places = [(k, i) for k in range(ctx.spec.tokens) for i in range(0, n, 2 * THREADS)]
+    box = scratch_view(ctx, "mid")
+    requests = [PairRange(box, k * n + fx.min(ctx.tid * 2 + i, n - 2), 2) for k, i in places]
     for (token, first), words in zip(places, mailbox.poll(ctx.tag, requests), strict=True):
-        keep_words(ctx, token * n, ctx.tid * 2 + first, words)
+        store_words_to_lds(ctx, token * n, ctx.tid * 2 + first, words)
 
 
 @traced
-def keep_words(ctx, row, word, words):
+def store_words_to_lds(ctx, row, word, words):
     if word < mid_elements(ctx) // 2:
         pair = fx.Vector.from_elements(words, fx.Int32)
         gfx950.lds_store(ctx.lds.pool, row + word, pair, 2)
 
 
-def quantize_mids(ctx):
-    """The bf16 mids as MXFP8, in a pass of its own: quantizing after each poll cost 1.75 us at one
+def quantize_intermediates(ctx):
+    """The bf16 intermediates as MXFP8, in one pass: quantizing after each poll cost 1.75 us at one
     token and 6 us at four (measured upstream)."""
-    for token in range(ctx.build.tokens):
+    for token in range(ctx.spec.tokens):
         for first in range(0, mid_elements(ctx) // LANE_ELEMENTS, THREADS):
             quantize_unit(ctx, token, first + ctx.tid)
 
@@ -143,7 +143,7 @@ def quantize_unit(ctx, token, unit):
         at = row8_at(ctx, token) + unit * 2
         gfx950.lds_store(ctx.lds.pool, at, fx.Vector.from_elements(both, fx.Int32), 2)
         if mod(unit, block_lanes) == 0:
-            word = mx.scale_word(div(unit, block_lanes), ctx.build.place.down_chunks)
+            word = mx.scale_word(div(unit, block_lanes), ctx.plan.down_chunks)
             gfx950.lds_store(ctx.lds.pool, scales_at(ctx, token) + word, scale)
 
 
@@ -151,16 +151,16 @@ def quantize_unit(ctx, token, unit):
 
 
 def load_chunk(ctx, token, slot, chunk):
-    words = ctx.build.shape.inter // 4
+    words = ctx.shape.inter // 4
     at = row8_at(ctx, token) + slot * words + chunk * mx.CHUNK_WORDS
     return mx.load_row_operand(ctx, at)
 
 
 def multiply_shared(ctx, tiles):
     """The wave's part of the shared expert's rows, weighted; column r is token r's."""
-    chunks, first = ctx.build.place.down_chunks, shared_first(ctx)
-    slot = ctx.build.shape.model.top_k
-    token = fx.min(ctx.row, ctx.build.tokens - 1)
+    chunks, first = ctx.plan.down_chunks, shared_first(ctx)
+    slot = ctx.shape.model.top_k
+    token = fx.min(ctx.row, ctx.spec.tokens - 1)
     pitch = mx.scale_pitch(chunks)
     scales = scales_at(ctx, token) + (slot * MX_BLOCKS_PER_CHUNK + ctx.group) * pitch
     if ends_in_a_wave(ctx):
@@ -171,12 +171,12 @@ def multiply_shared(ctx, tiles):
         row = load_chunk(ctx, token, slot, chunk)
         scale = gfx950.lds_load(ctx.lds.pool, scales + chunk)
         acc = mx.multiply(tiles, i, row, scale, acc)
-    return [acc[e] * ctx.build.shared_weight for e in range(4)]
+    return [acc[e] * ctx.spec.shared_weight for e in range(4)]
 
 
 def multiply_routed(ctx, token, tiles):
     """The wave's slot of ``token``, unweighted; every column is the same."""
-    slot, chunks = wave_slot(ctx), ctx.build.place.down_chunks
+    slot, chunks = wave_slot(ctx), ctx.plan.down_chunks
     scales = mx.load_scales(ctx, scales_at(ctx, token), slot, chunks)
     acc = mfma.zero_tile()
     for i in range(chunks):
@@ -189,7 +189,7 @@ def add_token(ctx, token, total, tile):
     NaN included, stays out of it."""
     weight = route_weight(ctx, token, wave_slot(ctx))
     added = [gfx950.fma(tile[e], weight, total[e]) for e in range(4)]
-    if ctx.build.tokens == 1:
+    if ctx.spec.tokens == 1:
         return added
     own = ctx.row == token
     return [select(own, a, t) for a, t in zip(added, total, strict=True)]
@@ -200,19 +200,19 @@ def add_token(ctx, token, total, tile):
 
 def run(ctx, down, routed, shared):
     """``routed``: tokens' requested tiles, by token; the others' are requested as many ahead."""
-    tokens = ctx.build.tokens
-    peers = allreduce.request_peers(ctx) if ctx.build.npes > 1 else []
-    fetch_mids(ctx)
+    tokens = ctx.spec.tokens
+    peers = allreduce.request_peers(ctx) if ctx.spec.npes > 1 else []
+    fetch_intermediates(ctx)
     stamp(ctx, 10)
     gfx950.barrier()
-    quantize_mids(ctx)
+    quantize_intermediates(ctx)
     gfx950.barrier()
     total = multiply_shared(ctx, shared)
-    ahead = ctx.build.place.down_in_flight
+    ahead = ctx.plan.down_in_flight
     for token in range(tokens):
         if token + ahead < tokens:
             routed[token + ahead] = request_routed(ctx, token + ahead, down)
-            gfx950.keep_order()
+            gfx950.sched_barrier()
         total = add_token(ctx, token, total, multiply_routed(ctx, token, routed.pop(token)))
     tile = fx.Vector.from_elements(total, fx.Float32)
     gfx950.lds_store(ctx.lds.red, ctx.tid * 4, tile, 4, fx.Float32)
@@ -223,12 +223,12 @@ def run(ctx, down, routed, shared):
 @traced
 def finish_rows(ctx, down, peers):
     """A thread's row pair of one token: bf16 partials to the peers, their sum to ar_out."""
-    if ctx.tid < PAIRS * ctx.build.tokens:
+    if ctx.tid < PAIRS * ctx.spec.tokens:
         token, row = row_pair(ctx, down.task)
         sums = sum_tiles(ctx, token, mod(ctx.tid, PAIRS))
-        if const_expr(ctx.build.npes > 1):
-            for i in range_constexpr(ctx.build.npes):
+        if const_expr(ctx.spec.npes > 1):
+            for i in range_constexpr(ctx.spec.npes):
                 allreduce.push(ctx, allreduce.inbox_at(peers[i]), "ffn", token, row, sums)
             sums = allreduce.rank_sum(ctx, "ffn", token, row)
-        at = (token * ctx.build.shape.hidden + row) * 2
-        gfx950.store(gfx950.buffer(ctx.args.ar_out), at, gfx950.bf16_word(*sums))
+        at = (token * ctx.shape.hidden + row) * 2
+        gfx950.store(gfx950.buffer(ctx.args.ar_out), at, gfx950.pack_bf16x2(*sums))

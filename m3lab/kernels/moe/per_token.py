@@ -31,15 +31,15 @@ class Jobs:
 
 
 def experts(ctx):
-    place = ctx.build.place
+    plan = ctx.plan
     shared = first_task(ctx, "shared")
     jobs = Jobs(
         shared=shared,
-        has_shared=shared < place.shared_tasks,
+        has_shared=shared < plan.shared_tasks,
         has_routed=up_gate.RoutedTask(ctx, 0).exists,
         down=down.down_task(ctx),
     )
-    if ctx.build.tuning.shared_after_routing:
+    if ctx.tuning.shared_after_routing:
         tiles = request_late(ctx, jobs)
     else:
         tiles = None
@@ -59,14 +59,14 @@ def shared_first(ctx, jobs):
 
 def further_shared(ctx, jobs):
     """A CTA's shared tasks after its first, where there are more of them than CTAs."""
-    place = ctx.build.place
-    for i in range(1, place.shared_rounds):
-        one_more_shared(ctx, jobs.shared + i * place.blocks)
+    plan = ctx.plan
+    for i in range(1, plan.shared_rounds):
+        one_more_shared(ctx, jobs.shared + i * plan.blocks)
 
 
 @traced
 def one_more_shared(ctx, task):
-    if task < ctx.build.place.shared_tasks:
+    if task < ctx.plan.shared_tasks:
         tiles = up_gate.request_shared(ctx, task)
         gfx950.barrier()  # wave 0 has read the task before's partials
         up_gate.compute_shared(ctx, task, tiles)
@@ -75,14 +75,14 @@ def one_more_shared(ctx, task):
 def request_late(ctx, jobs):
     """The shared task's weights go out before the waits, on a CTA without one through a buffer
     that holds nothing."""
-    task = fx.min(jobs.shared, ctx.build.place.shared_tasks - 1)
+    task = fx.min(jobs.shared, ctx.plan.shared_tasks - 1)
     return up_gate.request_shared(ctx, task, present=jobs.has_shared)
 
 
 def has_work(ctx, jobs):
     """Whether anything but a shared task that has run already is this CTA's."""
     work = jobs.has_routed | jobs.down.exists
-    return work | jobs.has_shared if ctx.build.tuning.shared_after_routing else work
+    return work | jobs.has_shared if ctx.tuning.shared_after_routing else work
 
 
 @traced
@@ -105,8 +105,8 @@ def rows_and_routing(ctx, jobs):
     needs = needed_rows(ctx, jobs)
     for needed, token in needs:
         await_needed(ctx, needed, token)
-    if ctx.build.tuning.rows_before_routing:
-        keep_needed(ctx, needs, 0)
+    if ctx.tuning.rows_before_routing:
+        store_needed_rows(ctx, needs, 0)
         routing.route_tokens(ctx)
     else:
         share_waves(ctx, needs)
@@ -114,21 +114,21 @@ def rows_and_routing(ctx, jobs):
 
 @traced
 def share_waves(ctx, needs):
-    if ctx.wave < ctx.build.tokens:
+    if ctx.wave < ctx.spec.tokens:
         routing.route_token(ctx, ctx.wave)
     else:
-        keep_needed(ctx, needs, ctx.build.tokens)
+        store_needed_rows(ctx, needs, ctx.spec.tokens)
 
 
 def needed_rows(ctx, jobs):
     """[(whether, a token or None for every one)], at most one of them true: a CTA whose shared task
     is yet to run needs every token's row, another the row that its routed tasks are of. One whose
     shared task has run has all of them."""
-    place = ctx.build.place
-    share = place.ug_ctas_per_token
+    plan = ctx.plan
+    share = plan.ug_ctas_per_token
     own = None if share is None else div(ctx.bid, share)
-    needs = [(jobs.has_routed & (jobs.shared >= place.shared_tasks), own)]
-    return [(jobs.has_shared, None), *needs] if ctx.build.tuning.shared_after_routing else needs
+    needs = [(jobs.has_routed & (jobs.shared >= plan.shared_tasks), own)]
+    return [(jobs.has_shared, None), *needs] if ctx.tuning.shared_after_routing else needs
 
 
 @traced
@@ -137,7 +137,7 @@ def await_needed(ctx, needed, token):
         routing.await_rows(ctx, token)
 
 
-def keep_needed(ctx, needs, waves_from):
+def store_needed_rows(ctx, needs, waves_from):
     for needed, token in needs:
         keep_if(ctx, needed, token, waves_from)
 
@@ -145,22 +145,22 @@ def keep_needed(ctx, needs, waves_from):
 @traced
 def keep_if(ctx, needed, token, waves_from):
     if needed:
-        routing.keep_rows(ctx, token, waves_from)
+        routing.store_rows_to_lds(ctx, token, waves_from)
 
 
 def run_routed(ctx, jobs, shared):
     """Every routed task, the next one's weights requested before a task's products; -> the down
     stage's requested tiles: (routed ones by token, the shared expert's).
 
-    The first token's down weights stream under the exchange of the mids; requested with the first
-    up / gate weights they share the CU's bandwidth and delay them (34.3 -> 32.8 us on four ranks,
-    measured upstream). Two tokens' are in flight when the down products start.
+    The first token's down weights stream under the exchange of the intermediates; requested with
+    the first up / gate weights they share the CU's bandwidth and delay them (34.3 -> 32.8 us on
+    four ranks, measured upstream). Two tokens' are in flight when the down products start.
     """
-    rounds = ctx.build.place.ug_rounds
+    rounds = ctx.plan.ug_rounds
     tasks = [up_gate.RoutedTask(ctx, i) for i in range(rounds)]
     tiles = up_gate.request_routed(ctx, tasks[0])
     routed, shared_tiles = {}, None
-    if ctx.build.tuning.early_down_weights:
+    if ctx.tuning.early_down_weights:
         routed, shared_tiles = request_down(ctx, jobs)
     stamp(ctx, 7)
     if shared is not None:
@@ -168,9 +168,9 @@ def run_routed(ctx, jobs, shared):
     for i, task in enumerate(tasks):
         next_tiles = up_gate.request_routed(ctx, tasks[i + 1]) if i + 1 < rounds else None
         compute_routed(ctx, task, tiles, i % 2)
-        if i == ctx.build.place.down_round and not routed:
+        if i == ctx.plan.down_round and not routed:
             routed, shared_tiles = request_down(ctx, jobs)
-        if i == rounds - 1 and min(ctx.build.tokens, ctx.build.place.down_in_flight) > 1:
+        if i == rounds - 1 and min(ctx.spec.tokens, ctx.plan.down_in_flight) > 1:
             routed[1] = down.request_routed(ctx, 1, jobs.down)
         tiles = next_tiles
     return routed, shared_tiles

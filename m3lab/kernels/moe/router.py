@@ -8,10 +8,10 @@ consumer's routing starts at the integer maxima. The choice itself is ``routing`
 import flydsl.expr as fx
 
 from m3lab.kernels.device import gfx950, mailbox, mx
-from m3lab.kernels.device.context import first_task, inbox_box, scratch_box, stamp
+from m3lab.kernels.device.context import first_task, inbox_view, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, traced
-from m3lab.kernels.device.mailbox import Request
-from m3lab.kernels.device.wave import WHOLE_WAVE, add, butterfly, div, fold, mod
+from m3lab.kernels.device.mailbox import PairRange
+from m3lab.kernels.device.wave import WHOLE_WAVE, add, butterfly, div, mod, reduce
 from m3lab.kernels.plan import THREADS, WAVES
 from m3lab.layout.regions import ROUTER_EXPERTS, WORD_BYTES
 from m3lab.model.shapes import MAX_TOKENS, MX_BLOCK
@@ -27,24 +27,24 @@ LANE_ELEMENTS = 4  # of the normed row that a lane quantizes
 def router(ctx):
     """Every (token, eight experts); the tokens' norms and products run on different CTAs, not one
     after another in each (four tokens: 74.7 -> 64.1 us, measured upstream)."""
-    place = ctx.build.place
-    first, stride = first_task(ctx, "router"), place.blocks
-    if const_expr(ctx.build.tuning.router_by_token):
-        stride = place.router_ctas
-        first = gfx950.select(first < stride, first, fx.Int32(place.router_tasks))
-    for task in range(first, place.router_tasks, stride):
+    plan = ctx.plan
+    first, stride = first_task(ctx, "router"), plan.blocks
+    if const_expr(ctx.tuning.router_by_token):
+        stride = plan.router_ctas
+        first = gfx950.select(first < stride, first, fx.Int32(plan.router_tasks))
+    for task in range(first, plan.router_tasks, stride):
         router_task(ctx, fx.Int32(task))
 
 
 def router_task(ctx, task):
-    per_token = ctx.build.place.router_tasks_per_token
+    per_token = ctx.plan.router_tasks_per_token
     token, part = div(task, per_token), mod(task, per_token)
     expert = part * ROUTER_EXPERTS + ctx.wave
     # everything that needs no wait is requested before it
     gate = request_gate(ctx, expert)
     norm = request_row(ctx, ctx.args.g_post, 0)
     residual = request_row(ctx, ctx.args.h_in, token)
-    bias = gfx950.bits_float(gfx950.load(gfx950.buffer(ctx.args.bias), expert * WORD_BYTES))
+    bias = gfx950.bitcast_f32(gfx950.load(gfx950.buffer(ctx.args.bias), expert * WORD_BYTES))
     sums = poll_sums(ctx, token)
     stamp(ctx, 22)
     row = [a + h for a, h in zip(sums, residual(), strict=True)]
@@ -62,12 +62,12 @@ def router_task(ctx, task):
 
 def row_elements(ctx):
     """Consecutive elements of the row that a thread holds, a multiple of 4 (12 of 6144)."""
-    return ctx.build.shape.hidden // THREADS
+    return ctx.shape.hidden // THREADS
 
 
 def request_gate(ctx, expert):
     """The expert's gate row, bf16 pairs, eight elements a lane and step."""
-    hidden = ctx.build.shape.hidden
+    hidden = ctx.shape.hidden
     table, row = gfx950.buffer(ctx.args.w_gate), expert * (hidden * 2)
     steps = range(hidden // GATE_STEP)
     return [gfx950.load(table, ctx.lane * 16 + i * GATE_STEP * 2, 4, base=row) for i in steps]
@@ -76,7 +76,7 @@ def request_gate(ctx, expert):
 def request_row(ctx, address, token):
     """Request this thread's elements of row ``token`` of a bf16 table -> a function of their fp32
     values, called where they are needed."""
-    n, row_bytes = row_elements(ctx) // 2, ctx.build.shape.hidden * 2
+    n, row_bytes = row_elements(ctx) // 2, ctx.shape.hidden * 2
     table, at = gfx950.buffer(address), ctx.tid * (n * WORD_BYTES)
     words = []
     for first in range(0, n, 4):
@@ -88,11 +88,11 @@ def request_row(ctx, address, token):
 
 def poll_sums(ctx, token):
     """This thread's elements of the all-reduced attention row, fp32."""
-    hidden, n = ctx.build.shape.hidden, row_elements(ctx)
-    owned = ctx.build.place.owner_reduce
-    box = inbox_box(ctx, "a_ag") if owned else scratch_box(ctx, "a")
+    hidden, n = ctx.shape.hidden, row_elements(ctx)
+    owned = ctx.plan.two_shot
+    box = inbox_view(ctx, "a_ag") if owned else scratch_view(ctx, "a")
     at = div(token * hidden + ctx.tid * n, 2)
-    got = mailbox.poll(ctx.tag, [Request(box, at + i, 2) for i in range(0, n // 2, 2)])
+    got = mailbox.poll(ctx.tag, [PairRange(box, at + i, 2) for i in range(0, n // 2, 2)])
     return [x for pair in got for word in pair for x in gfx950.bf16_floats(word)]
 
 
@@ -100,11 +100,11 @@ def poll_sums(ctx, token):
 def write_h_mid(ctx, token, part, row):
     """h_mid = bf16(bf16(sum) + residual) where the output projection did not write it: each task
     its sixteenth of the row."""
-    place = ctx.build.place
-    if const_expr(place.tokens == 1 or place.owner_reduce):
-        if div(ctx.tid, THREADS // place.router_tasks_per_token) == part:
-            words = [gfx950.bf16_word(row[i], row[i + 1]) for i in range(0, len(row), 2)]
-            at = token * (ctx.build.shape.hidden * 2) + ctx.tid * (len(words) * WORD_BYTES)
+    plan = ctx.plan
+    if const_expr(plan.tokens == 1 or plan.two_shot):
+        if div(ctx.tid, THREADS // plan.router_tasks_per_token) == part:
+            words = [gfx950.pack_bf16x2(row[i], row[i + 1]) for i in range(0, len(row), 2)]
+            at = token * (ctx.shape.hidden * 2) + ctx.tid * (len(words) * WORD_BYTES)
             table = gfx950.buffer(ctx.args.h_mid)
             for i in range_constexpr(0, len(words), 2):
                 pair = fx.Vector.from_elements(words[i : i + 2], fx.Int32)
@@ -127,15 +127,15 @@ def norm_row(ctx, row, norm):
         gfx950.lds_store(ctx.lds.red, ctx.wave, squares)
     gfx950.barrier()
     halves = [gfx950.lds_load(ctx.lds.red, i, 4, fx.Float32) for i in range(0, WAVES, 4)]
-    total = fold([half[i] for half in halves for i in range(4)], add)
+    total = reduce([half[i] for half in halves for i in range(4)], add)
     stamp(ctx, 24)
-    hidden = fx.Float32(float(ctx.build.shape.hidden))
-    mean = gfx950.quotient(total, hidden, fx.Float32(1.0 / ctx.build.shape.hidden))
-    inverse = gfx950.rsq(mean + ctx.build.eps)
+    hidden = fx.Float32(float(ctx.shape.hidden))
+    mean = gfx950.div_rn(total, hidden, fx.Float32(1.0 / ctx.shape.hidden))
+    inverse = gfx950.rsq(mean + ctx.spec.eps)
     normed = [(x * inverse) * (w + 1.0) for x, w in zip(row, norm, strict=True)]
     at = ctx.tid * (len(row) // 2)
     for i in range_constexpr(0, len(row), 4):
-        words = [gfx950.bf16_word(normed[j], normed[j + 1]) for j in (i, i + 2)]
+        words = [gfx950.pack_bf16x2(normed[j], normed[j + 1]) for j in (i, i + 2)]
         gfx950.lds_store(ctx.lds.pool, at + i // 2, fx.Vector.from_elements(words, fx.Int32), 2)
 
 
@@ -143,8 +143,8 @@ def norm_row(ctx, row, norm):
 def publish_row(ctx, token, part):
     """This task's sixteenth of the normed row as MXFP8: four elements a lane, eight lanes a
     block."""
-    hidden = ctx.build.shape.hidden
-    size = hidden // ctx.build.place.router_tasks_per_token
+    hidden = ctx.shape.hidden
+    size = hidden // ctx.plan.router_tasks_per_token
     block_lanes = MX_BLOCK // LANE_ELEMENTS
     if ctx.tid < size // LANE_ELEMENTS:
         words = gfx950.lds_load(ctx.lds.pool, part * (size // 2) + ctx.tid * 2, 2)
@@ -152,11 +152,11 @@ def publish_row(ctx, token, part):
         scale, inverse = mx.block_scale(values, (1, 2, 4))
         word = token * (hidden // 4) + part * (size // 4) + ctx.tid
         elements = mx.fp8_elements(values, inverse)
-        mailbox.put_words(ctx.tag, scratch_box(ctx, "xn8"), word, [elements])
+        mailbox.put_words(ctx.tag, scratch_view(ctx, "xn8"), word, [elements])
         if mod(ctx.tid, block_lanes) == 0:
             first = token * (hidden // MX_BLOCK) + part * (size // MX_BLOCK)
             block = first + div(ctx.tid, block_lanes)
-            mailbox.put_words(ctx.tag, scratch_box(ctx, "xsc"), block, [scale])
+            mailbox.put_words(ctx.tag, scratch_view(ctx, "xsc"), block, [scale])
 
 
 def multiply_gate(ctx, gate):
@@ -171,7 +171,7 @@ def multiply_gate(ctx, gate):
 def routing_key(score, expert):
     """``score``'s bits as a signed-orderable integer, its low bits the expert's: one integer
     maximum is a pick."""
-    bits = gfx950.float_bits(score)
+    bits = gfx950.bitcast_i32(score)
     bits = gfx950.select(bits < 0, bits ^ fx.Int32(MAGNITUDE), bits)
     return (bits & fx.Int32(~EXPERT_BITS)) | (EXPERT_BITS - expert)
 
@@ -181,8 +181,8 @@ def publish_scores(ctx, token, expert, logit, bias):
     """(routing key, sigmoid) of this wave's expert to every copy, a lane each."""
     sigmoid = gfx950.rcp(1.0 + gfx950.exp2(gfx950.bf16_round(logit) * -LOG2E))
     key = routing_key(sigmoid + bias, expert)
-    if ctx.lane < ctx.build.tuning.score_copies:
-        experts = ctx.build.shape.model.experts
+    if ctx.lane < ctx.tuning.score_copies:
+        experts = ctx.shape.model.experts
         at = ((ctx.lane * MAX_TOKENS + token) * experts + expert) * 2
-        words = [key, gfx950.float_bits(sigmoid)]
-        mailbox.put_words(ctx.tag, scratch_box(ctx, "scores"), at, words)
+        words = [key, gfx950.bitcast_i32(sigmoid)]
+        mailbox.put_words(ctx.tag, scratch_view(ctx, "scores"), at, words)

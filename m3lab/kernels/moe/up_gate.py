@@ -10,7 +10,7 @@ import math
 import flydsl.expr as fx
 
 from m3lab.kernels.device import gfx950, mailbox, mfma, mx
-from m3lab.kernels.device.context import first_task, scratch_box, stamp
+from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import select, traced
 from m3lab.kernels.device.wave import butterfly, div, mod, xor_lane
 from m3lab.kernels.moe.routing import routed_expert, scales_at
@@ -26,7 +26,7 @@ SHARES = {8: (8, 16, 32), 16: (16, 32), 32: (32,)}  # values a wave sums -> lane
 
 def expert_matrix(ctx, name, expert):
     """Table ``name`` ("13" or "2") of one expert, a uniform index or a number."""
-    shape = ctx.build.shape
+    shape = ctx.shape
     rows, k = (2 * shape.inter, shape.hidden) if name == "13" else (shape.hidden, shape.inter)
     weights, scales = getattr(ctx.args, f"w{name}"), getattr(ctx.args, f"s{name}")
     index = gfx950.i64(expert)
@@ -37,12 +37,12 @@ def expert_matrix(ctx, name, expert):
 
 def shared_matrix(ctx, name):
     """The shared expert's table: the last of the expert tables, or MXFP8 tables of its own."""
-    if not ctx.build.shared_fp8:
-        return expert_matrix(ctx, name, ctx.build.shape.model.experts)
+    if not ctx.spec.shared_fp8:
+        return expert_matrix(ctx, name, ctx.shape.model.experts)
     first = {"13": 0, "2": 2}[name]
     at = [ctx.args.sh_args + 8 * (first + i) for i in range(2)]
     weights, scales = [gfx950.load_constant(address, fx.Int64) for address in at]
-    k = ctx.build.shape.hidden if name == "13" else ctx.build.shape.inter
+    k = ctx.shape.hidden if name == "13" else ctx.shape.inter
     return mx.Matrix(weights, scales, k, fp8=True)
 
 
@@ -51,21 +51,21 @@ def shared_matrix(ctx, name):
 
 def first_chunk(ctx):
     """This wave's eighth of k."""
-    return ctx.wave * ctx.build.place.ug_chunks
+    return ctx.wave * ctx.plan.ug_chunks
 
 
 def load_scales(ctx, token):
     """A wave's scales of a token's row: read ahead of the products, each would wait for its own
     (3.5 us over the floor at four tokens, measured upstream)."""
-    return mx.load_scales(ctx, scales_at(ctx, token), ctx.wave, ctx.build.place.ug_chunks)
+    return mx.load_scales(ctx, scales_at(ctx, token), ctx.wave, ctx.plan.ug_chunks)
 
 
 def load_chunk(ctx, token, i):
-    at = token * ctx.build.place.xn8_row + (first_chunk(ctx) + i) * mx.CHUNK_WORDS
+    at = token * ctx.plan.xn8_row + (first_chunk(ctx) + i) * mx.CHUNK_WORDS
     return mx.load_row_operand(ctx, at)
 
 
-def keep_partials(ctx, at, acc):
+def store_partials_to_lds(ctx, at, acc):
     """This wave's tile to the partials that start at LDS word ``at``."""
     gfx950.lds_store(ctx.lds.tiles, at + ctx.tid * 4, acc, 4, fx.Float32)
 
@@ -88,21 +88,21 @@ def sum_partials(ctx, tiles, at, values, row, column):
 
 def swiglu(ctx, gate, up):
     """min(g, limit) * sigmoid(alpha min(g, limit)) * (clamp(u, +-limit) + 1)."""
-    limit, alpha = ctx.build.swiglu_limit, ctx.build.shape.model.swiglu_alpha
+    limit, alpha = ctx.spec.swiglu_limit, ctx.shape.model.swiglu_alpha
     g = fx.min(gate, fx.Float32(limit))
     sigmoid = gfx950.rcp(1.0 + gfx950.exp2(g * (-alpha * LOG2E)))
     return (g * sigmoid) * (mx.clamp(up, limit) + 1.0)
 
 
 @traced
-def put_mids(ctx, lanes, token, slot, row, value):
+def put_intermediates(ctx, lanes, token, slot, row, value):
     """Mid rows of a token's slot, one a lane of the first ``lanes``, as bf16: two to a pair, since
     every down task of the rank reads them all."""
-    shape = ctx.build.shape
+    shape = ctx.shape
     at = (token * (shape.model.top_k + 1) + slot) * shape.inter + row
     both = [value, xor_lane(value, 1)]
     if (ctx.lane < lanes) & (mod(ctx.lane, 2) == 0):
-        mailbox.put_bf(ctx.tag, scratch_box(ctx, "mid"), at, both)
+        mailbox.put_bf(ctx.tag, scratch_view(ctx, "mid"), at, both)
 
 
 # ---------------------------------------------------------------------- routed tasks
@@ -113,33 +113,33 @@ class RoutedTask:
     one its place is that of a real task); ``everywhere``: on every CTA."""
 
     def __init__(self, ctx, i):
-        place = ctx.build.place
-        per_token, share = place.ug_tasks_per_token, place.ug_ctas_per_token
-        self.everywhere = all(place.ug_tasks_of(cta) > i for cta in range(place.blocks))
+        plan = ctx.plan
+        per_token, share = plan.ug_tasks_per_token, plan.ug_ctas_per_token
+        self.everywhere = all(plan.ug_tasks_of(cta) > i for cta in range(plan.blocks))
         if share is None:
-            task = first_task(ctx, "ug") + i * place.blocks
-            self.exists = task < per_token * place.tokens
-            task = fx.min(task, per_token * place.tokens - 1)
-            self.token = div(task, per_token) if place.tokens > 1 else fx.Int32(0)
+            task = first_task(ctx, "ug") + i * plan.blocks
+            self.exists = task < per_token * plan.tokens
+            task = fx.min(task, per_token * plan.tokens - 1)
+            self.token = div(task, per_token) if plan.tokens > 1 else fx.Int32(0)
             task = task - self.token * per_token
         else:
             task = mod(ctx.bid, share) + i * share
             self.exists = task < per_token
             self.token = div(ctx.bid, share)
             task = fx.min(task, per_token - 1)
-        self.slot = div(task, place.ug_per_slot)
-        self.group = task - self.slot * place.ug_per_slot
+        self.slot = div(task, plan.ug_per_slot)
+        self.group = task - self.slot * plan.ug_per_slot
 
 
 def request_routed(ctx, task):
     """(gate tiles, up tiles) of this wave's k for a routed task; one that does not exist reads
     nothing."""
-    place = ctx.build.place
+    plan = ctx.plan
     table = expert_matrix(ctx, "13", routed_expert(ctx, task.token, task.slot))
-    where = (task.group, first_chunk(ctx), place.ug_chunks, mx.Lane(ctx.lane))
+    where = (task.group, first_chunk(ctx), plan.ug_chunks, mx.Lane(ctx.lane))
     present = None if task.everywhere else task.exists
     gate = mx.request_tiles(table, *where, present=present)
-    return gate, mx.request_tiles(table, *where, skip=place.ug_per_slot, present=present)
+    return gate, mx.request_tiles(table, *where, skip=plan.ug_per_slot, present=present)
 
 
 def compute_routed(ctx, task, tiles, half):
@@ -147,15 +147,15 @@ def compute_routed(ctx, task, tiles, half):
     enough: wave 0 may still read the other half."""
     at = half * (2 * PARTIALS)
     gate, up = mfma.zero_tile(), mfma.zero_tile()
-    gfx950.keep_order()
+    gfx950.sched_barrier()
     scales = load_scales(ctx, task.token)
-    for i in range(ctx.build.place.ug_chunks):
+    for i in range(ctx.plan.ug_chunks):
         row = load_chunk(ctx, task.token, i)
         gate = mx.multiply(tiles[0], i, row, scales[i], gate)
         up = mx.multiply(tiles[1], i, row, scales[i], up)
     stamp(ctx, 9)
-    keep_partials(ctx, at, gate)
-    keep_partials(ctx, at + PARTIALS, up)
+    store_partials_to_lds(ctx, at, gate)
+    store_partials_to_lds(ctx, at + PARTIALS, up)
     gfx950.barrier()
     publish_routed(ctx, task, at)
 
@@ -171,7 +171,7 @@ def publish_routed(ctx, task, at):
         up = sum_partials(ctx, ctx.lds.tiles, at + PARTIALS, UG_ROWS, row, column)
         value = swiglu(ctx, gate, up)
         row = task.group * UG_ROWS + row
-        put_mids(ctx, UG_ROWS, task.token, task.slot, row, value)
+        put_intermediates(ctx, UG_ROWS, task.token, task.slot, row, value)
 
 
 # ---------------------------------------------------------------------- shared tasks
@@ -180,24 +180,24 @@ def publish_routed(ctx, task, at):
 def request_shared(ctx, task, present=None):
     """Tiles of this wave's k for the shared expert's mid rows 8 task .. + 8: gate rows on a tile's
     first eight rows, up rows on the others. ``present``: see ``mx.request_tiles``."""
-    place = ctx.build.place
+    plan = ctx.plan
     per_tile = TILE_ROWS // SH_ROWS
     row = mod(task, per_tile) * SH_ROWS + mod(ctx.row, SH_ROWS)
     lane = mx.Lane(
         slot=ctx.group * TILE_ROWS + row,
-        groups=select(ctx.row < SH_ROWS, fx.Int32(0), fx.Int32(place.ug_per_slot)),
+        groups=select(ctx.row < SH_ROWS, fx.Int32(0), fx.Int32(plan.ug_per_slot)),
     )
-    where = (div(task, per_tile), first_chunk(ctx), place.ug_chunks, lane)
+    where = (div(task, per_tile), first_chunk(ctx), plan.ug_chunks, lane)
     return mx.request_tiles(shared_matrix(ctx, "13"), *where, present=present)
 
 
 def compute_shared(ctx, task, tiles):
     """A column is a token, the last one repeated past it. Its partials are in lds.red, which the
     caller keeps until a barrier later."""
-    token = fx.min(ctx.row, ctx.build.tokens - 1)
+    token = fx.min(ctx.row, ctx.spec.tokens - 1)
     acc = mfma.zero_tile()
     scales = load_scales(ctx, token)
-    for i in range(ctx.build.place.ug_chunks):
+    for i in range(ctx.plan.ug_chunks):
         acc = mx.multiply(tiles, i, load_chunk(ctx, token, i), scales[i], acc)
     gfx950.lds_store(ctx.lds.red, ctx.tid * 4, acc, 4, fx.Float32)
     gfx950.barrier()
@@ -207,12 +207,12 @@ def compute_shared(ctx, task, tiles):
 @traced
 def publish_shared(ctx, task):
     if ctx.wave == 0:
-        tokens = ctx.build.tokens
+        tokens = ctx.spec.tokens
         values = SH_ROWS * {1: 1, 2: 2}.get(tokens, 4)
         row = mod(ctx.lane, SH_ROWS)
         token = mod(div(ctx.lane, SH_ROWS), values // SH_ROWS)
         gate = sum_partials(ctx, ctx.lds.red, 0, values, row, token)
         up = sum_partials(ctx, ctx.lds.red, 0, values, row + SH_ROWS, token)
         value = swiglu(ctx, gate, up)
-        slot = ctx.build.shape.model.top_k
-        put_mids(ctx, SH_ROWS * tokens, token, slot, task * SH_ROWS + row, value)
+        slot = ctx.shape.model.top_k
+        put_intermediates(ctx, SH_ROWS * tokens, token, slot, task * SH_ROWS + row, value)
