@@ -146,27 +146,36 @@ def test_line_tables_name_the_stage_and_change_no_instruction(launcher, cache):
         return [line for line in body.splitlines() if line.strip()[0] != "." and "_" in line]
 
     assert code(made.lines) == code(made.asm)
-    files = dict(re.findall(r'\.file\s+(\d+) "tests/small_kernels" "([^"]+)"', made.lines))
+    files = dict(re.findall(r'\.file\s+(\d+) "[^"]*?([^"/]+)"\n', made.lines))
     at_load = re.findall(r"\.loc\s+(\d+) \d+ [^\n]*\n(?:\t[sv]_[^\n]*\n)*\tbuffer_load", made.lines)
-    assert {files[number] for number in at_load} == {"three_loads_stage.py"}
+    assert {files[number] for number in at_load} == {"sum"}
 
 
-def test_a_call_chain_shrinks_to_the_stages_frame():
+def test_a_call_chain_shrinks_to_its_innermost_stage():
     text = "\n".join(
         [
             '#loc1 = loc("/x/kernels/body.py":10:2)',
-            '#loc2 = loc("/x/kernels/stage.py":20:2)',
+            '#loc2 = loc("/stage/split":2:11)',
             '#loc3 = loc("/x/kernels/helper.py":30:2)',
-            '#loc4 = loc("/x/kernels/body.py":11:2)',
-            "#loc5 = loc(callsite(#loc2 at #loc1))",
-            "#loc6 = loc(callsite(#loc3 at #loc5))",
-            "#loc7 = loc(callsite(#loc4 at #loc1))",
+            '#loc4 = loc("/stage/select":2:11)',
+            "#loc5 = loc(callsite(#loc3 at #loc1))",
+            "#loc6 = loc(callsite(#loc2 at #loc1))",
+            "#loc7 = loc(callsite(#loc3 at #loc6))",
+            "#loc8 = loc(callsite(#loc4 at #loc7))",
+            "#loc9 = loc(callsite(#loc3 at #loc8))",
         ]
     )
     lines = building._stage_lines(text).splitlines()
-    assert lines[4] == '#loc5 = loc("stage.py":20:2)'
-    assert lines[5] == '#loc6 = loc("stage.py":20:2)'  # the helper's frame is the stage's
-    assert lines[6] == '#loc7 = loc("body.py":11:2)'  # all in the body: the innermost
+    assert lines[4] == '#loc5 = loc("kernel":1:1)'  # no stage is marked
+    assert lines[6] == '#loc7 = loc("split":1:1)'  # the helper's work is the stage's
+    assert lines[8] == '#loc9 = loc("select":1:1)'  # a stage called by another has its own
+
+
+def test_every_operation_of_a_program_has_the_stage_that_it_was_traced_in(launcher, cache):
+    program = build(launcher, ARGS, emit=("program",), cache=cache).program
+    stages = {op.kind: program.loc_stages[op.loc] for op in program.walk()}
+    assert stages["rocdl.raw.ptr.buffer.load"] == "sum"
+    assert stages["gpu.barrier"] == "kernel"
 
 
 def test_a_build_found_by_its_parameters_is_not_traced(launcher, cache):

@@ -223,13 +223,13 @@ _PEER = {
 }
 
 
-def by_source(lines: str) -> pd.DataFrame:
-    """Instructions per source file (a stage each) and class, and their total.
+def by_stage(lines: str) -> pd.DataFrame:
+    """Instructions per stage and class, and their total.
 
-    ``lines``: ``BuildResult.lines`` (emit "lines"). An instruction belongs to the position of the
-    last ``.loc`` before it, which the compiler also keeps for what it moves or makes itself; the
-    file "(none)" holds those before the first. Raises ValueError when the text has no ``.loc``
-    lines.
+    ``lines``: ``BuildResult.lines`` (emit "lines"), whose ``.loc`` lines name a stage each. An
+    instruction belongs to the last ``.loc`` before it, which the compiler also keeps for what it
+    moves or makes itself; "(none)" holds those before the first. Raises ValueError when the text
+    has no ``.loc`` lines.
     """
     counts: dict[str, Counter[str]] = {}
     for position, mnemonic in _instructions(lines):
@@ -242,7 +242,7 @@ def by_source(lines: str) -> pd.DataFrame:
         name: [*(count[c] for c in used), count.total()] for name, count in sorted(counts.items())
     }
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*used, "total"])
-    return frame.rename_axis("source").sort_values("total", ascending=False)
+    return frame.rename_axis("stage").sort_values("total", ascending=False)
 
 
 # ---------------------------------------------------------------------- reading the text

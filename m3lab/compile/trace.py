@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from m3lab.interpreter.program import UNMARKED
 from m3lab.interpreter.program import VERSION as PROGRAM_VERSION
+from m3lab.kernels.marks import MARK
 
 if TYPE_CHECKING:
     from m3lab.interpreter.program import Program
@@ -284,7 +286,7 @@ def _make_parts(traced: _Traced, parts: Sequence[str], seconds: dict[str, float]
         from m3lab.interpreter.lower import lower
 
         with _phase(seconds, "lower"):
-            made["program"] = lower(module, traced.name)
+            made["program"] = lower(module, traced.name, mark=MARK)
     if "lines" in parts:
         with _phase(seconds, "lines"):
             made["lines"] = _assembly_with_lines(traced)
@@ -453,23 +455,21 @@ def _portable(text: str) -> str:
 
 
 def _stage_lines(text: str) -> str:
-    """Replace each call chain by the one position that tells the stage.
+    """Replace each call chain by one position whose file is the stage that it is marked with.
 
-    DWARF line tables keep the innermost position only, so that a helper's instructions would be
-    nobody's. A stage is a function, in its own file, that the kernel's body calls: take the
-    outermost frame outside the body's file; with none, the innermost frame.
+    DWARF line tables keep the innermost position only, so a helper's instructions would belong to
+    no stage. Line 1 stands for the whole stage.
     """
-    text = _portable(text)
     aliases = dict(_ALIAS.findall(text))
 
     def replace(found: re.Match[str]) -> str:
-        if not found[2].startswith("callsite"):
+        if not found[2].startswith(("callsite", '"')):
             return found[0]
-        frames = _frames(found[2], aliases)
-        outside = [frame for frame in frames if frame.split('"')[1] != frames[-1].split('"')[1]]
-        return f"{found[1]} = loc({outside[-1] if outside else frames[0]})"
+        files = [frame.split('"')[1] for frame in _frames(found[2], aliases)]
+        stages = [file.removeprefix(MARK) for file in files if file.startswith(MARK)]
+        return f'{found[1]} = loc("{stages[0] if stages else UNMARKED}":1:1)'
 
-    return _ALIAS.sub(replace, text)
+    return _portable(_ALIAS.sub(replace, text))
 
 
 def _frames(location: str, aliases: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What a run did: operations by class, bytes by space, polls, barriers, LDS conflicts.
 
 Counts are of wave instructions at the interpreter's level (before the compiler's optimizations), a
-row a stage (the kernel source file the body calls into); per CTA where that tells something.
+row a stage (see ``Program.loc_stages``); per CTA where that tells something.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 from functools import lru_cache
 from typing import Any
 
-from m3lab.interpreter.program import Frame, LdsGlobal, Op, Program, Region, Type, walk
+from m3lab.interpreter.program import UNMARKED, Frame, LdsGlobal, Op, Program, Region, Type, walk
 
 _PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LEVELS = ("const", "cta", "wave", "varying")
@@ -22,22 +22,27 @@ class LowerError(ValueError):
     """The module is not at the interpreter's level, or holds no such kernel."""
 
 
-def lower(module: Any, kernel_name: str | None = None) -> Program:
+def lower(module: Any, kernel_name: str | None = None, *, mark: str = "") -> Program:
     """Lower the kernel ``kernel_name`` (default: the only one) of an MLIR ``module``.
+
+    ``mark``: prefix of the file names of frames that stand for a stage and not for source, as in
+    ``<mark>select``. An operation belongs to the innermost stage of its call chain.
 
     Raises LowerError when the module holds no kernel, several with no name given, or a launch
     shape that is not a constant.
     """
-    return _Lowering(module).program(kernel_name)
+    return _Lowering(module, mark).program(kernel_name)
 
 
 class _Lowering:
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, mark: str) -> None:
         self.module = module
+        self.mark = mark
         self.slots: dict[int, int] = {}
         self.slot_types: list[Type] = []
         self.locs: list[tuple[Frame, ...]] = [()]
-        self.loc_ids: dict[tuple[Frame, ...], int] = {(): 0}
+        self.loc_stages = [UNMARKED]
+        self.loc_ids: dict[tuple[tuple[Frame, ...], str], int] = {((), UNMARKED): 0}
         self.loc_cache: dict[str, int] = {}
         self.counter = 0
 
@@ -82,6 +87,7 @@ class _Lowering:
             n_slots=len(self.slot_types),
             slot_types=self.slot_types,
             locs=self.locs,
+            loc_stages=self.loc_stages,
         )
         program.uniform = _uniformity(program)
         return program
@@ -150,12 +156,25 @@ class _Lowering:
         text = str(loc)
         known = self.loc_cache.get(text)
         if known is None:
-            frames = tuple(_frames(loc))
-            known = self.loc_ids.setdefault(frames, len(self.locs))
+            frames, stage = self._marked(_frames(loc))
+            known = self.loc_ids.setdefault((frames, stage), len(self.locs))
             if known == len(self.locs):
                 self.locs.append(frames)
+                self.loc_stages.append(stage)
             self.loc_cache[text] = known
         return known
+
+    def _marked(self, frames: list[Frame]) -> tuple[tuple[Frame, ...], str]:
+        """(the source frames, the innermost marked stage)."""
+        if not self.mark:
+            return tuple(_short(frames)), UNMARKED
+        stages = [f.file.removeprefix(self.mark) for f in frames if f.file.startswith(self.mark)]
+        source = [f for f in frames if not f.file.startswith(self.mark)]
+        return tuple(_short(source)), stages[0] if stages else UNMARKED
+
+
+def _short(frames: list[Frame]) -> list[Frame]:
+    return [Frame(_short_path(f.file), f.line) for f in frames]
 
 
 def _key(value: Any) -> int:
@@ -256,7 +275,7 @@ def _frames(loc: Any) -> list[Frame]:
         return [f for child in loc.locations for f in _frames(child)]
     if not isinstance(loc, ir.FileLineColLoc) or loc.filename in ("", "-"):
         return []
-    return [] if loc.filename[0] == "<" else [Frame(_short_path(loc.filename), loc.start_line)]
+    return [] if loc.filename[0] == "<" else [Frame(loc.filename, loc.start_line)]
 
 
 @lru_cache(maxsize=1024)

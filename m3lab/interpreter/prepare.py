@@ -118,10 +118,7 @@ class _Preparer:
         self.spins: set[int] = set()
 
     def prepare(self) -> Prepared:
-        outer = _outer_file(self.program)
-        helpers = _helpers(self.program, outer)
-        for loc, frames in enumerate(self.program.locs):
-            name = _stage(frames, outer, helpers)
+        for loc, name in enumerate(self.program.loc_stages):
             if name not in self.stages:
                 self.stages.append(name)
             self.stage_of[loc] = self.stages.index(name)
@@ -268,41 +265,6 @@ def _spin_loads(loop: Op) -> set[int]:
             need |= more
             changed = True
     return found
-
-
-def _outer_file(program: Program) -> str:
-    """The file that holds the kernel's body: the outermost frame most operations have."""
-    counts: dict[str, int] = {}
-    for frames in program.locs:
-        if frames:
-            counts[frames[-1].file] = counts.get(frames[-1].file, 0) + 1
-    return max(counts, key=lambda f: counts[f]) if counts else ""
-
-
-def _first_callee(frames: tuple[Any, ...], outer: str) -> str | None:
-    return next((f.file for f in reversed(frames) if f.file != outer), None)
-
-
-def _helpers(program: Program, outer: str) -> set[str]:
-    """Files that several of the body's callees use: helpers of the stages, not stages."""
-    users: dict[str, set[str]] = {}
-    for frames in program.locs:
-        first = _first_callee(frames, outer)
-        for frame in frames:
-            if frame.file not in (outer, first) and first is not None:
-                users.setdefault(frame.file, set()).add(first)
-    return {file for file, by in users.items() if len(by) > 1}
-
-
-def _stage(frames: tuple[Any, ...], outer: str, helpers: set[str]) -> str:
-    """The stage an operation belongs to: the first file the kernel's body calls into, or the
-    body's own where that is a helper."""
-    first = _first_callee(frames, outer)
-    return _stem(outer if first is None or first in helpers else first)
-
-
-def _stem(path: str) -> str:
-    return path.rsplit("/", 1)[-1].removesuffix(".py") or "kernel"
 
 
 _TRANSCENDENTAL = ("exp", "rcp", "rsq", "log", "sqrt", "sin", "cos")

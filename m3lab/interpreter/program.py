@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-VERSION = 1  # bump when the meaning of a field changes: cached Programs are keyed by it
+UNMARKED = "kernel"  # the stage of operations that were traced in no marked stage
+VERSION = 2  # bump when the meaning of a field changes: cached Programs are keyed by it
 
 
 class Type(NamedTuple):
@@ -76,7 +77,8 @@ class LdsGlobal:
 class Program:
     """A kernel: arguments, launch shape, LDS, and the body.
 
-    ``locs``: source positions, innermost frame first. ``uniform``: per slot "const" (same in the
+    ``locs``: source positions, innermost frame first; ``loc_stages``: the stage that each was traced
+    in, "kernel" where none was marked. ``uniform``: per slot "const" (same in the
     whole launch), "cta" (same over a CTA), "wave" (same over a wave) or "varying".
     """
 
@@ -92,6 +94,7 @@ class Program:
     n_slots: int
     slot_types: list[Type]
     locs: list[tuple[Frame, ...]]
+    loc_stages: list[str]
     arch: str = "gfx950"
     uniform: list[str] = field(default_factory=list)
     key: str = ""
