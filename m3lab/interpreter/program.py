@@ -77,8 +77,8 @@ class LdsGlobal:
 class Program:
     """A kernel: arguments, launch shape, LDS, and the body.
 
-    ``locs``: source positions, innermost frame first; ``loc_stages``: the stage that each was traced
-    in, "kernel" where none was marked. ``uniform``: per slot "const" (same in the
+    ``locs``: source positions, innermost frame first; ``loc_stages``: the stage that each was
+    traced in, "kernel" where none was marked. ``uniform``: per slot "const" (same in the
     whole launch), "cta" (same over a CTA), "wave" (same over a wave) or "varying".
     """
 
