@@ -17,7 +17,7 @@ def test_bases_of_the_w4_rank_are_the_published_ones(tokens, router, shared):
     bases = Plan(SHAPE, tokens).bases
     assert bases["router"] == router
     assert bases["shared"] == shared
-    assert bases["split"] == bases["ug"] == 0
+    assert bases["split"] == bases["up_gate"] == 0
     assert bases["down"] == 8 * tokens
 
 
@@ -26,7 +26,7 @@ def test_split_merge_and_output_tasks_do_not_share_a_cta_while_there_is_room(tok
     place = Plan(SHAPE, tokens)
     split = place.ctas_of("split", place.split_tasks)
     merge = place.ctas_of("merge", place.merge_tasks)
-    out = place.ctas_of("o", place.o_tasks)
+    out = place.ctas_of("o_proj", place.o_tasks)
     assert len(split) == 8 * tokens
     assert len(merge) == (0 if tokens == 1 else tokens)
     assert not split & merge

@@ -86,7 +86,7 @@ def test_a_combination_that_cannot_be_is_refused(tp, tokens, change, sentence):
 def test_merged_in_the_output_tasks_no_cta_is_kept_for_merges():
     place = Plan(RankShape(), 4, tuning=Tuning(merge_in_output=True))
     assert place.merge_tasks == 0
-    assert place.bases["o"] == 32
+    assert place.bases["o_proj"] == 32
 
 
 def test_round_robin_deals_every_routed_task_once():

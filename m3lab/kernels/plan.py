@@ -181,9 +181,9 @@ class Plan:
         base = {
             "split": 0,
             "merge": self.split_tasks,
-            "o": self.split_tasks + self.merge_tasks,
+            "o_proj": self.split_tasks + self.merge_tasks,
             "router": self.split_tasks + self.merge_tasks + self.o_tasks,
-            "ug": 0,
+            "up_gate": 0,
             # past the split CTAs where the grid is wide enough; a down task never wraps
             "down": max(0, min(self.split_tasks, self.blocks - self.down_tasks)),
         }

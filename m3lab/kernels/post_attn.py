@@ -1,9 +1,9 @@
 """K4, the post-attention kernel: one launch is one layer on one rank.
 
 ``build_post_attn_kernel`` checks the build, names the kernel and returns its launcher; the kernel's
-body is the stages in program order, a line each, which is a topological order of the mailbox
-dependencies: no CTA polls for something that a CTA produces at a later point of the program. What a
-stage does is in its own module.
+body runs the stages of ``m3lab.kernels.stages`` in program order, which is a topological order of
+the mailbox dependencies: no CTA polls for something that a CTA produces at a later point of the
+program. What a stage does is in its own module.
 """
 
 import hashlib
@@ -16,20 +16,15 @@ import flydsl.expr as fx
 from flydsl.expr.typing import Int32, Int64
 
 from m3lab.kernels.arguments import ARG_NAMES, INT32_ARGS
-from m3lab.kernels.attention import o_proj, split
-from m3lab.kernels.attention.select_long import select_long
 from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.context import KernelSpec, TraceContext, clear_stamps, flush_stamps, stamp
-from m3lab.kernels.device.gfx950 import const_expr
 from m3lab.kernels.device.mailbox import launch_tag
 from m3lab.kernels.device.wave import div, mod
-from m3lab.kernels.moe.per_token import experts
-from m3lab.kernels.moe.router import router
+from m3lab.kernels.marks import in_stage
 from m3lab.kernels.plan import THREADS, TL_POINTS, WAVE, Plan
+from m3lab.kernels.stages import Point, stages_until, until_names
 from m3lab.kernels.tuning import Tuning
 from m3lab.model.shapes import ONE_INDEX_HEAD, CacheLayout, IndexHeads, RankShape
-
-UNTIL = ("o_proj", "router", "experts")  # the last is the whole kernel
 
 # LDS arrays of the stages built so far: placement's name -> element
 LDS_ELEMENTS = {
@@ -86,12 +81,12 @@ def build_post_attn_kernel(
     """The ``@flyc.jit`` launcher of K4 for one rank of an ``npes``-way group.
 
     ``tokens`` rows a step, ``blocks`` CTAs of 512 threads, all of which must be resident: the
-    hand-offs spin. ``until`` stops the kernel after a stage of ``UNTIL``; None is the whole one.
+    hand-offs spin. ``until`` stops the kernel after a stage that ``ends_builds``; None builds all.
     ``tuning``: the schedule's knobs; a build that turns one has a number of its own in its name.
     Raises ValueError, in one sentence, for a combination that cannot be or is not built.
     """
-    until = until or UNTIL[-1]
-    _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until)
+    stages = stages_until(until)
+    _refuse(npes, fuse_k1, heads, init_blocks, local_blocks, shape)
     plan = Plan(shape, tokens, npes, blocks, tuning)
     if until != "o_proj" and plan.grouped:
         raise ValueError(
@@ -110,7 +105,7 @@ def build_post_attn_kernel(
         local_blocks=local_blocks,
         timeline=timeline,
         shared_fp8=shared_fp8,
-        last_stage=UNTIL.index(until),
+        stages=stages,
     )
     smem = _shared_memory(spec)
     symbol = kernel_symbol(
@@ -130,7 +125,7 @@ def build_post_attn_kernel(
         sks=cache.static_scale,
         sf8=shared_fp8,
         b=blocks,
-        u=UNTIL.index(until),
+        u=len(until_names()) if until is None else until_names().index(until),
         **({"tu": tuning.number} if tuning.changes() else {}),
     )
 
@@ -177,18 +172,8 @@ def build_post_attn_kernel(
         )  # fmt: skip
         ctx = open_context(spec, smem, args)
         clear_stamps(ctx)
-        stamp(ctx, 0)
-        select_long(ctx)  # 0, contexts past 512 blocks
-        split.split(ctx)  # 0 and 1: a split task of any other context selects by itself
-        stamp(ctx, 1)
-        split.merge(ctx)  # 2b
-        o_proj.project(ctx)  # 3
-        stamp(ctx, 4)
-        if const_expr(spec.last_stage >= UNTIL.index("router")):
-            router(ctx)  # 4
-            stamp(ctx, 5)
-        if const_expr(spec.last_stage >= UNTIL.index("experts")):
-            experts(ctx)  # 5
+        stamp(ctx, Point.BEGIN)
+        run_stages(ctx)
         flush_stamps(ctx)
 
     @flyc.jit
@@ -237,10 +222,24 @@ def build_post_attn_kernel(
     return launch_post_attn
 
 
-def _refuse(tokens, npes, fuse_k1, heads, shared_fp8, init_blocks, local_blocks, shape, until):
-    """ValueError for what no placement can say."""
-    if until not in UNTIL:
-        raise ValueError(f"until must be one of {UNTIL} or None, got {until!r}")
+def run_stages(ctx: TraceContext) -> None:
+    """Trace the build's stages in program order, each under its own mark."""
+    for stage in ctx.spec.stages:
+        if entry := stage.load():
+            in_stage(stage.name)(entry)(ctx)
+        if stage.done is not None:
+            stamp(ctx, stage.done)
+
+
+def _refuse(
+    npes: int,
+    fuse_k1: bool,
+    heads: IndexHeads,
+    init_blocks: int,
+    local_blocks: int,
+    shape: RankShape,
+) -> None:
+    """ValueError for what no plan can say."""
     if fuse_k1:
         raise ValueError("not built yet: the fused pre-attention kernel (fuse_k1)")
     if heads.count > 1 and npes != heads.count:

@@ -237,16 +237,18 @@ POST_ATTN = (SELECT, SPLIT, MERGE, O_PROJ, ROUTER, ROUTING, UP_GATE, DOWN)
 KERNEL_READS, KERNEL_WRITES = ("step",), ("tl",)
 
 
-def until_names(stages: tuple[Stage, ...] = POST_ATTN) -> tuple[str, ...]:
+def until_names(stages: tuple[Stage, ...] | None = None) -> tuple[str, ...]:
     """The stages that a truncated build may stop after."""
+    stages = POST_ATTN if stages is None else stages
     return tuple(stage.name for stage in stages if stage.ends_builds)
 
 
-def stages_until(until: str | None, stages: tuple[Stage, ...] = POST_ATTN) -> tuple[Stage, ...]:
+def stages_until(until: str | None, stages: tuple[Stage, ...] | None = None) -> tuple[Stage, ...]:
     """The stages of a build: up to and with ``until``; None builds them all.
 
     ValueError, in one sentence, for another name.
     """
+    stages = POST_ATTN if stages is None else stages
     if until is None:
         return stages
     names = until_names(stages)

@@ -7,13 +7,14 @@ a row group with k split between them, bf16 partials to the peers, their sum in 
 
 import flydsl.expr as fx
 
-from m3lab.kernels.attention.split import merge_token, row_quad
+from m3lab.kernels.attention.merge import merge_token, row_quad
 from m3lab.kernels.device import allreduce, gfx950, mailbox, mfma
 from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, traced
 from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod, pick
 from m3lab.kernels.plan import O_ROWS, THREADS, TILE_ROWS, WAVES
+from m3lab.kernels.stages import Point
 from m3lab.layout.regions import WORD_BYTES
 
 TILE_BYTES = 512  # 16 rows x 32 bytes of a shuffled table
@@ -26,7 +27,7 @@ PAIRS = O_ROWS // 2  # row pairs of a task: a thread finishes one of a token
 def project(ctx):
     """Every task of 32 hidden rows; then the stage's stamp is the caller's."""
     plan = ctx.plan
-    for task in range(first_task(ctx, "o"), plan.o_tasks, plan.blocks):
+    for task in range(first_task(ctx, "o_proj"), plan.o_tasks, plan.blocks):
         project_task(ctx, fx.Int32(task))
 
 
@@ -91,7 +92,7 @@ def input_rows(ctx):
         return pick([merge_row(ctx, t) for t in range(tokens)], token)
     await_scales(ctx)
     gfx950.barrier()
-    stamp(ctx, 3)
+    stamp(ctx, Point.PARTITIONS_IN)
     gfx950.acquire()
     fetch_rows(ctx)
     return gfx950.lds_load(ctx.lds.heads, token, 1, fx.Float32)

@@ -16,7 +16,9 @@ from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.context import stamp
 from m3lab.kernels.device.gfx950 import range_constexpr, select, traced
 from m3lab.kernels.device.wave import butterfly, div, mod
+from m3lab.kernels.marks import in_stage
 from m3lab.kernels.plan import THREADS
+from m3lab.kernels.stages import Point
 from m3lab.layout.regions import N_SPLIT, PAIR_BYTES, SPARSE_TABLE_WORDS, WORD_BYTES
 
 BLOCKS_WORDS = 4  # of lds.blocks: two first pages, the sparse context length, a spare
@@ -93,6 +95,7 @@ class Row:
     n_blk: Any
 
 
+@in_stage("select")
 def row_of(ctx, unit):
     """A graph's padding rows carry length 0 and block 0: as one key of page 0 they stay finite."""
     size = ctx.shape.model.sparse_block
@@ -115,6 +118,7 @@ class Candidate:
     block_id: Any
 
 
+@in_stage("select")
 def request_candidate(ctx, row):
     """Request this thread's block of a row.
 
@@ -135,14 +139,14 @@ def rank_blocks(ctx, candidate, n_blk):
     scored = (n_blk > ctx.shape.model.topk_blocks) & (ctx.tid < n_blk)
     by_score = index_key(ctx, ctx.tid, candidate.score, n_blk)
     gfx950.lds_store(ctx.lds.keys, ctx.tid, select(scored, by_score, fx.Int32(0) - ctx.tid))
-    stamp(ctx, 18)
+    stamp(ctx, Point.KEYS_MADE)
     gfx950.barrier()
-    stamp(ctx, 20)
+    stamp(ctx, Point.KEYS_SHARED)
     count_ranks(ctx, n_blk)
     gfx950.barrier()
     rank = gfx950.lds_load(ctx.lds.ranks, fx.min(ctx.tid, n_blk - 1))
     tail_rank = gfx950.uniform(gfx950.lds_load(ctx.lds.ranks, n_blk - 1))
-    stamp(ctx, 19)
+    stamp(ctx, Point.RANKED)
     return rank, tail_rank
 
 
@@ -187,6 +191,7 @@ def store_pages_to_lds(ctx, partition, is_in, slot, first_page):
         gfx950.lds_store(ctx.lds.blocks, mod(slot, per_part), first_page)
 
 
+@in_stage("select")
 @traced
 def select_blocks(ctx, row, partition, candidate):
     """lds.blocks[0..1] := the first page ids of the token's selection slots 2p, 2p + 1 (page 0

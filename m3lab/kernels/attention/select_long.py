@@ -31,6 +31,7 @@ from m3lab.kernels.device.gfx950 import select, traced
 from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod, xor_lane
 from m3lab.kernels.plan import THREADS, WAVES
+from m3lab.kernels.stages import Point
 from m3lab.layout.regions import N_SPLIT, PAIR_BYTES, WORD_BYTES
 
 BLOCKS_PER_THREAD = 2  # of a share: an eighth of 8192 blocks over 512 threads
@@ -141,12 +142,12 @@ def select_long(ctx):
 
 def select_share(ctx, row, share):
     first, second = request_share(ctx, row, share)
-    stamp(ctx, 18)
+    stamp(ctx, Point.KEYS_MADE)
     store_wave_list_to_lds(ctx, wave_best(ctx, first, second))
     gfx950.barrier()
     send_candidates(ctx, row.unit, share)
     gfx950.barrier()
-    stamp(ctx, 20)
+    stamp(ctx, Point.KEYS_SHARED)
     receive_candidates(ctx, row.unit)
     gfx950.barrier()
     place_candidates(ctx, row, share)
@@ -209,7 +210,7 @@ def place_candidates(ctx, row, share):
     if ctx.wave == 0:
         best = best_of_lists(ctx)
         held = ctx.lane < GROUP
-        stamp(ctx, 19)
+        stamp(ctx, Point.RANKED)
         # a corrupt id never becomes an address
         block = fx.min(fx.max(best.block, 0), row.n_blk - 1)
         entry = row.token * ctx.args.bt_width + block

@@ -14,6 +14,7 @@ from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.gfx950 import const_expr, traced
 from m3lab.kernels.device.mailbox import MailboxView
 from m3lab.kernels.plan import TL_POINTS, Plan
+from m3lab.kernels.stages import Stage
 from m3lab.kernels.tuning import Tuning
 from m3lab.layout.regions import Region, peer_layout, scratch_layout
 from m3lab.model.shapes import CacheLayout, RankShape
@@ -34,7 +35,7 @@ class KernelSpec:
     local_blocks: int
     timeline: bool
     shared_fp8: bool
-    last_stage: int
+    stages: tuple[Stage, ...]
 
     @property
     def shape(self) -> RankShape:
@@ -126,7 +127,7 @@ def stamp(ctx, point):
     if const_expr(ctx.spec.timeline):
         # a compile-time and a traced condition cannot share one ``and``
         if ctx.tid == 0:
-            gfx950.lds_store(ctx.lds.stamps, point, gfx950.clock())
+            gfx950.lds_store(ctx.lds.stamps, int(point), gfx950.clock())
 
 
 @traced

@@ -16,9 +16,11 @@ from m3lab.kernels.device.context import scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, select, traced
 from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import div, mod
+from m3lab.kernels.marks import in_stage
 from m3lab.kernels.moe.routing import route_weight, routed_expert
 from m3lab.kernels.moe.up_gate import expert_matrix, shared_matrix
 from m3lab.kernels.plan import DN_ROWS, MX_BLOCKS_PER_CHUNK, THREADS, TILE_ROWS
+from m3lab.kernels.stages import Point
 from m3lab.model.shapes import MX_BLOCK
 
 LANE_ELEMENTS = 8  # of a mid row that a lane quantizes
@@ -34,6 +36,7 @@ class DownTask:
     exists: Any
 
 
+@in_stage("down")
 def down_task(ctx):
     plan = ctx.plan
     task = ctx.bid - plan.bases["down"]
@@ -51,6 +54,7 @@ def wave_slot(ctx):
     return mod(ctx.wave, WAVES_PER_GROUP)
 
 
+@in_stage("down")
 def request_routed(ctx, token, down):
     """This wave's slot of ``token``; a CTA without a down task reads nothing."""
     table = expert_matrix(ctx, "2", routed_expert(ctx, token, wave_slot(ctx)))
@@ -69,6 +73,7 @@ def shared_first(ctx):
     return wave_slot(ctx) * shared_chunks(ctx)
 
 
+@in_stage("down")
 def request_shared(ctx, down):
     """This wave's chunks of the shared expert, for every token; a wave past the row's end, or a CTA
     without a down task, reads nothing."""
@@ -198,12 +203,13 @@ def add_token(ctx, token, total, tile):
 # ---------------------------------------------------------------------- the stage
 
 
+@in_stage("down")
 def run(ctx, down, routed, shared):
     """``routed``: tokens' requested tiles, by token; the others' are requested as many ahead."""
     tokens = ctx.spec.tokens
     peers = allreduce.request_peers(ctx) if ctx.spec.npes > 1 else []
     fetch_intermediates(ctx)
-    stamp(ctx, 10)
+    stamp(ctx, Point.INTERMEDIATES_IN)
     gfx950.barrier()
     quantize_intermediates(ctx)
     gfx950.barrier()

@@ -17,6 +17,7 @@ from m3lab.kernels.device.gfx950 import traced
 from m3lab.kernels.device.wave import div
 from m3lab.kernels.moe import down, routing, up_gate
 from m3lab.kernels.moe.down import DownTask
+from m3lab.kernels.stages import Point
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ def routed_and_down(ctx, jobs, shared):
     """``shared``: the shared task's tiles where it runs after the routing, else None."""
     if has_work(ctx, jobs):
         rows_and_routing(ctx, jobs)
-        stamp(ctx, 2)
+        stamp(ctx, Point.ROUTED)
         gfx950.barrier()
-        stamp(ctx, 6)
+        stamp(ctx, Point.ROUTING_DONE)
         requested = run_routed(ctx, jobs, shared)
-        stamp(ctx, 8)
+        stamp(ctx, Point.UP_GATE_DONE)
         run_down(ctx, jobs, *requested)
 
 
@@ -162,7 +163,7 @@ def run_routed(ctx, jobs, shared):
     routed, shared_tiles = {}, None
     if ctx.tuning.early_down_weights:
         routed, shared_tiles = request_down(ctx, jobs)
-    stamp(ctx, 7)
+    stamp(ctx, Point.WEIGHTS_REQUESTED)
     if shared is not None:
         compute_late(ctx, jobs, shared)
     for i, task in enumerate(tasks):
@@ -199,4 +200,4 @@ def compute_routed(ctx, task, tiles, half):
 def run_down(ctx, jobs, routed, shared):
     if jobs.down.exists:
         down.run(ctx, jobs.down, routed, shared)
-        stamp(ctx, 11)
+        stamp(ctx, Point.END)

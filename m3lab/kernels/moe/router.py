@@ -13,6 +13,7 @@ from m3lab.kernels.device.gfx950 import const_expr, range_constexpr, traced
 from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import WHOLE_WAVE, add, butterfly, div, mod, reduce
 from m3lab.kernels.plan import THREADS, WAVES
+from m3lab.kernels.stages import Point
 from m3lab.layout.regions import ROUTER_EXPERTS, WORD_BYTES
 from m3lab.model.shapes import MAX_TOKENS, MX_BLOCK
 
@@ -46,16 +47,16 @@ def router_task(ctx, task):
     residual = request_row(ctx, ctx.args.h_in, token)
     bias = gfx950.bitcast_f32(gfx950.load(gfx950.buffer(ctx.args.bias), expert * WORD_BYTES))
     sums = poll_sums(ctx, token)
-    stamp(ctx, 22)
+    stamp(ctx, Point.ROW_IN)
     row = [a + h for a, h in zip(sums, residual(), strict=True)]
     write_h_mid(ctx, token, part, row)
     norm_row(ctx, row, norm())
     gfx950.barrier()
-    stamp(ctx, 25)
+    stamp(ctx, Point.ROW_NORMED)
     publish_row(ctx, token, part)
-    stamp(ctx, 26)
+    stamp(ctx, Point.ROW_QUANTIZED)
     logit = multiply_gate(ctx, gate)
-    stamp(ctx, 23)
+    stamp(ctx, Point.LOGIT)
     publish_scores(ctx, token, expert, logit, bias)
     gfx950.barrier()
 
@@ -128,7 +129,7 @@ def norm_row(ctx, row, norm):
     gfx950.barrier()
     halves = [gfx950.lds_load(ctx.lds.red, i, 4, fx.Float32) for i in range(0, WAVES, 4)]
     total = reduce([half[i] for half in halves for i in range(4)], add)
-    stamp(ctx, 24)
+    stamp(ctx, Point.SQUARES_SUMMED)
     hidden = fx.Float32(float(ctx.shape.hidden))
     mean = gfx950.div_rn(total, hidden, fx.Float32(1.0 / ctx.shape.hidden))
     inverse = gfx950.rsq(mean + ctx.spec.eps)

@@ -13,8 +13,10 @@ from m3lab.kernels.device.context import scratch_view, stamp
 from m3lab.kernels.device.gfx950 import const_expr, select, traced
 from m3lab.kernels.device.mailbox import PairRange
 from m3lab.kernels.device.wave import WHOLE_WAVE, butterfly, div, largest, mod, pick
+from m3lab.kernels.marks import in_stage
 from m3lab.kernels.moe.router import EXPERT_BITS
 from m3lab.kernels.plan import THREADS
+from m3lab.kernels.stages import Point
 from m3lab.layout.regions import PAIR_BYTES
 from m3lab.model.shapes import MAX_TOKENS, MX_BLOCK
 
@@ -25,6 +27,7 @@ ROUTE_PITCH = 8  # words of a token's slots in lds.route and lds.route_weight
 # ---------------------------------------------------------------------- the normed rows
 
 
+@in_stage("routing")
 @traced
 def fetch_rows(ctx):
     """lds.pool := every token's MXFP8 row and scales, all waves at it. The caller syncs."""
@@ -32,6 +35,7 @@ def fetch_rows(ctx):
     store_rows_to_lds(ctx)
 
 
+@in_stage("routing")
 @traced
 def await_rows(ctx, token=None):
     """Wave 0 waits on the last word of each router task's slice of ``token``'s row (None: of every
@@ -51,6 +55,7 @@ def poll_last_words(ctx, token):
     mailbox.poll(ctx.tag, [PairRange(scratch_view(ctx, "xn8"), last)])
 
 
+@in_stage("routing")
 def store_rows_to_lds(ctx, token=None, waves_from=0):
     """lds.pool := the row and scales of ``token``, None: every token's, by the waves from
     ``waves_from`` on: poll two pairs at a time, rows' words and then their scales."""
@@ -127,6 +132,7 @@ def scales_at(ctx, token):
 # ---------------------------------------------------------------------- the choice
 
 
+@in_stage("routing")
 @traced
 def route_tokens(ctx):
     """lds.route and lds.route_weight := every token's routed experts and weights, best first, a
@@ -135,9 +141,10 @@ def route_tokens(ctx):
         route_token(ctx, ctx.wave)
 
 
+@in_stage("routing")
 def route_token(ctx, token):
     keys, sigmoids = poll_scores(ctx, token)
-    stamp(ctx, 21)
+    stamp(ctx, Point.SCORES_IN)
     experts = best_experts(ctx, keys)
     weights = route_weights(ctx, experts, sigmoids)
     store_route_to_lds(ctx, token, experts, weights)

@@ -13,8 +13,10 @@ from m3lab.kernels.device import gfx950, mailbox, mfma, mx
 from m3lab.kernels.device.context import first_task, scratch_view, stamp
 from m3lab.kernels.device.gfx950 import select, traced
 from m3lab.kernels.device.wave import butterfly, div, mod, xor_lane
+from m3lab.kernels.marks import in_stage
 from m3lab.kernels.moe.routing import routed_expert, scales_at
 from m3lab.kernels.plan import SH_ROWS, THREADS, TILE_ROWS, UG_ROWS, WAVES
+from m3lab.kernels.stages import Point
 
 LOG2E = math.log2(math.e)
 TILE_WORDS = gfx950.LANES * 4  # of a wave's partial tile in LDS
@@ -117,7 +119,7 @@ class RoutedTask:
         per_token, share = plan.ug_tasks_per_token, plan.ug_ctas_per_token
         self.everywhere = all(plan.ug_tasks_of(cta) > i for cta in range(plan.blocks))
         if share is None:
-            task = first_task(ctx, "ug") + i * plan.blocks
+            task = first_task(ctx, "up_gate") + i * plan.blocks
             self.exists = task < per_token * plan.tokens
             task = fx.min(task, per_token * plan.tokens - 1)
             self.token = div(task, per_token) if plan.tokens > 1 else fx.Int32(0)
@@ -131,6 +133,7 @@ class RoutedTask:
         self.group = task - self.slot * plan.ug_per_slot
 
 
+@in_stage("up_gate")
 def request_routed(ctx, task):
     """(gate tiles, up tiles) of this wave's k for a routed task; one that does not exist reads
     nothing."""
@@ -142,6 +145,7 @@ def request_routed(ctx, task):
     return gate, mx.request_tiles(table, *where, skip=plan.ug_per_slot, present=present)
 
 
+@in_stage("up_gate")
 def compute_routed(ctx, task, tiles, half):
     """``half`` (0, 1): which partials to use; tasks take turns, so that one barrier a task is
     enough: wave 0 may still read the other half."""
@@ -153,7 +157,7 @@ def compute_routed(ctx, task, tiles, half):
         row = load_chunk(ctx, task.token, i)
         gate = mx.multiply(tiles[0], i, row, scales[i], gate)
         up = mx.multiply(tiles[1], i, row, scales[i], up)
-    stamp(ctx, 9)
+    stamp(ctx, Point.ROUTED_MULTIPLIED)
     store_partials_to_lds(ctx, at, gate)
     store_partials_to_lds(ctx, at + PARTIALS, up)
     gfx950.barrier()
@@ -177,6 +181,7 @@ def publish_routed(ctx, task, at):
 # ---------------------------------------------------------------------- shared tasks
 
 
+@in_stage("up_gate")
 def request_shared(ctx, task, present=None):
     """Tiles of this wave's k for the shared expert's mid rows 8 task .. + 8: gate rows on a tile's
     first eight rows, up rows on the others. ``present``: see ``mx.request_tiles``."""
@@ -191,6 +196,7 @@ def request_shared(ctx, task, present=None):
     return mx.request_tiles(shared_matrix(ctx, "13"), *where, present=present)
 
 
+@in_stage("up_gate")
 def compute_shared(ctx, task, tiles):
     """A column is a token, the last one repeated past it. Its partials are in lds.red, which the
     caller keeps until a barrier later."""
