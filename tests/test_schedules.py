@@ -14,7 +14,7 @@ from m3lab.step import DecodeStep, StepResult
 from m3lab.verify.verdicts import unequal_bits
 
 SMALL = RankShape(ModelShape(hidden=2048, inter=512, shared_inter=512), tp=4)
-STAGES = ("attention", "output", "router", "experts")
+STAGES = ("select", "split", "merge", "o_proj", "router", "routing", "up_gate", "down")
 
 
 def assert_same(a: StepResult, b: StepResult) -> None:

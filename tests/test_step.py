@@ -42,7 +42,7 @@ def small(tokens=2, **options):
         ({"context": 0}, ["context", "1..1048576", "0"]),
         ({"context": 2**20 + 1}, ["context", "1..1048576", "1048577"]),
         ({"context": [300, 300, 300]}, ["one per live request (2)", "3"]),
-        ({"until": "experts"}, ["until", "output", "'experts'"]),
+        ({"until": "experts"}, ["until", "o_proj", "'experts'"]),
         ({"backend": "cuda"}, ["backend", "interpreter", "'cuda'"]),
         ({"backend": "hip"}, ["hip", "not built yet"]),
         ({"context": "many"}, ["context", "integer in 1..1048576", "'many'"]),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from m3lab.interpreter.memory import BASE
+from m3lab.kernels.stages import hand_off_words
 from m3lab.layout.regions import peer_layout, scratch_layout
 from m3lab.report import plots
 
@@ -24,29 +25,8 @@ if TYPE_CHECKING:
     from m3lab.step import DecodeStep
 
 # region -> what is handed over there; a region that is not named here keeps its own name
-WORDS = {
-    "iscore": "indexer scores",
-    "sp_o": "split outputs",
-    "sp_m": "split maxima",
-    "sp_l": "split sums",
-    "attnq": "merged row",
-    "attnq_s": "merged row",  # the row is plain words, its scale's pair is their flag
-    "attn": "attention partials of the ranks",
-    "a_ag": "attention sums of the owner",
-    "a": "attention sums",
-    "xn8": "normed row",
-    "xsc": "normed row's scales",
-    "xndone": "normed row",
-    "scores": "router scores",
-    "mid": "intermediates",
-    "ugdone": "intermediates",
-    "sel": "selected experts",
-    "sel_long": "long selection",
-    "sel_cp": "selection of the ranks",
-    "ffn": "MLP partials of the ranks",
-    "ffn_ag": "MLP sums of the owner",
-}
-HELPERS = ("mailbox.py", "allreduce.py", "isa.py", "wave.py", "context.py")
+WORDS = hand_off_words()
+HELPERS = ("mailbox.py", "allreduce.py", "gfx950.py", "wave.py", "context.py")
 # a shadow entry of the clock: time in sixteenths of a nanosecond, CTA, wave (low bits)
 _TICKS_PER_US, _CTA_BITS, _WAVE_BITS = 16_000, 16, 4
 

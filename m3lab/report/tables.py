@@ -397,42 +397,28 @@ def moved_bytes(cases: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# Kernel files whose bytes belong to the floors of these stages.
-FLOORS_OF = {
-    "selection": ("select",),
-    "attention": ("split", "merge"),
-    "output": ("output",),
-    "router": ("router",),
-    "experts": ("experts",),
-}
-STAGE_OF_FILE = {"select": "selection", "select_long": "selection"}
-
-
 def stage_bytes(cases: pd.DataFrame) -> pd.DataFrame:
-    """Bytes moved per rank beside the floor, a row a case and stage (a kernel file, or two)."""
+    """Bytes moved per rank beside the floor, a row a case and stage."""
     rows = []
     for case in finished(cases).to_dict("records"):
-        counters = _prologue_joined(json.loads(case["counters"]))
         floors = json.loads(case["floors"])
-        moved = dict.fromkeys(FLOORS_OF, 0)
-        for entry in counters["bytes"]:
-            stage = STAGE_OF_FILE.get(entry["stage"], entry["stage"])
-            if entry["space"] != "lds" and stage in moved:
-                moved[stage] += entry["bytes"]
-        for stage, parts in FLOORS_OF.items():
-            if parts[0] in floors:
-                floor = sum(floors[part][field] for part in parts for field in FLOOR_CLASS)
-                rows.append(_over_floor(case, {"stage": stage}, moved[stage], floor))
+        moved = dict.fromkeys(floors, 0)
+        for entry in json.loads(case["counters"])["bytes"]:
+            if entry["space"] != "lds" and entry["stage"] in moved:
+                moved[entry["stage"]] += entry["bytes"]
+        for stage, fields in floors.items():
+            floor = sum(fields[field] for field in FLOOR_CLASS)
+            rows.append(_over_floor(case, {"stage": stage}, moved[stage], floor))
     return pd.DataFrame(rows)
 
 
-# What a rank streams from memory, by the buffers that hold it: the floor's (stage, field, share).
+# What a rank streams from memory, by the buffers that hold it: the floor's (stage, field).
 STREAMS = {
-    "keys, values, scales": (("k_cache", "v_cache", "k_scale", "v_scale"), "split", "cache", 1.0),
-    "output projection": (("w_o", "s_o"), "output", "weights", 1.0),
-    "gate and norm": (("w_gate", "bias", "g_post"), "router", "weights", 1.0),
-    "experts, up / gate": (("w13", "s13"), "experts", "weights", 2 / 3),
-    "experts, down": (("w2", "s2"), "experts", "weights", 1 / 3),
+    "keys, values, scales": (("k_cache", "v_cache", "k_scale", "v_scale"), "split", "cache"),
+    "output projection": (("w_o", "s_o"), "o_proj", "weights"),
+    "gate and norm": (("w_gate", "bias", "g_post"), "router", "weights"),
+    "experts, up / gate": (("w13", "s13"), "up_gate", "weights"),
+    "experts, down": (("w2", "s2"), "down", "weights"),
 }
 
 
@@ -444,10 +430,10 @@ def streams(cases: pd.DataFrame) -> pd.DataFrame:
         for entry in json.loads(case["counters"])["bytes"]:
             read[entry["buffer"]] = read.get(entry["buffer"], 0) + entry["bytes"]
         floors = json.loads(case["floors"])
-        for name, (buffers, stage, field, share) in STREAMS.items():
+        for name, (buffers, stage, field) in STREAMS.items():
             if stage in floors:
                 moved = sum(read.get(buffer, 0) for buffer in buffers)
-                floor = round(floors[stage][field] * share)
+                floor = floors[stage][field]
                 rows.append(_over_floor(case, {"table": name}, moved, floor))
     return pd.DataFrame(rows)
 
@@ -543,31 +529,11 @@ def peer(cases: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-# Files that every stage uses: what they do outside a stage is the kernel's opening.
-SHARED_FILES = ("isa", "mailbox", "wave", "matrix", "context", "post_attn")
-OPENING = "opening"
-
-
-def _prologue_joined(counters: dict[str, Any]) -> dict[str, Any]:
-    """The counters with the shared files' parts joined into one stage, the opening."""
-
-    def stage(name: str) -> str:
-        return OPENING if name in SHARED_FILES else name
-
-    work: dict[str, dict[str, int]] = {}
-    for name, classes in counters["work"].items():
-        into = work.setdefault(stage(name), {})
-        for kind, count in classes.items():
-            into[kind] = into.get(kind, 0) + count
-    moved = [{**entry, "stage": stage(entry["stage"])} for entry in counters["bytes"]]
-    return {**counters, "work": work, "bytes": moved}
-
-
 def stage_work(cases: pd.DataFrame) -> pd.DataFrame:
     """Wave operations, MFMAs, bytes, polls, barriers and LDS cycles per stage, a row each."""
     rows = []
     for case in finished(cases).to_dict("records"):
-        c, npes = _prologue_joined(json.loads(case["counters"])), case["npes"]
+        c, npes = json.loads(case["counters"]), case["npes"]
         moved: dict[str, int] = {}
         for entry in c["bytes"]:
             if entry["space"] != "lds":

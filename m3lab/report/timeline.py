@@ -23,6 +23,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MultipleLocator
 from torch import Tensor
 
+from m3lab.kernels.stages import POST_ATTN, UP_GATE, Point, stage_of_point
 from m3lab.report import plots
 from m3lab.report.handoffs import place as poll_place
 from m3lab.report.trace_check import KINDS, check_trace
@@ -42,42 +43,12 @@ Kind = Literal["modelled", "measured"]
 TICKS_PER_US = 100
 
 # point -> (stage that ends or is under way there, meaning)
-POINTS: dict[int, tuple[str, str]] = {
-    0: ("start", "kernel begins"),
-    18: ("select", "sort keys made"),
-    20: ("select", "keys in LDS, or long candidates sent"),
-    19: ("select", "ranks known"),
-    17: ("select", "blocks selected"),
-    12: ("split", "loads issued, q in LDS"),
-    13: ("split", "scores"),
-    14: ("split", "probabilities"),
-    15: ("split", "PV"),
-    1: ("split", "split over"),
-    3: ("merge", "partitions or merged scales in"),
-    4: ("output", "output projection over"),
-    22: ("router", "row in"),
-    24: ("router", "sum of squares"),
-    25: ("router", "row normed"),
-    26: ("router", "row quantized"),
-    23: ("router", "logit"),
-    5: ("router", "router over"),
-    21: ("routing", "logits in"),
-    2: ("routing", "routed"),
-    6: ("routing", "routing settled"),
-    7: ("up / gate", "first weights in flight"),
-    9: ("up / gate", "last routed task's MFMAs done"),
-    8: ("up / gate", "up / gate over"),
-    10: ("down", "intermediates in"),
-    11: ("down", "end"),
-    27: ("pre-attention", "sum of squares"),
-    28: ("pre-attention", "x8 in LDS"),
-    29: ("pre-attention", "GEMV rows out"),
-    30: ("pre-attention", "head rows out"),
-    31: ("pre-attention", "scores out"),
-}
+POINTS: dict[int, tuple[str, str]] = {int(p): v for p, v in stage_of_point().items()}
+POINTS = {int(Point.BEGIN): ("start", "kernel begins")} | POINTS
 END, UNSTAMPED = 32, "unstamped"  # a CTA's end, which the kernel does not stamp
 STAGES = tuple(dict.fromkeys([s for s, _ in POINTS.values() if s != "start"] + [UNSTAMPED]))
-COLOURS = dict(zip(STAGES, (*plots.PALETTE, plots.INK, "#8C6D46"), strict=True))
+COLOURS = dict(zip(STAGES, (*plots.PALETTE, plots.INK, "#8C6D46"), strict=False))
+ROUTED, SHARED = (tasks.name for tasks in UP_GATE.tasks)
 FLUSH_US = 1.0  # after its last stamp a CTA still writes its stamps to memory
 WALK_US = 0.2  # a stage that a CTA only walks past takes less
 
@@ -291,28 +262,13 @@ def tasks(place: Plan) -> pd.DataFrame:
     them, a column a CTA. Of the narrow form (1..4 tokens)."""
     if place.grouped:
         raise ValueError(f"tasks are of the narrow form, got a wide step of {place.tokens} tokens")
-    rows = {
-        "split": _spread(place, "split", place.split_tasks),
-        "merge": _spread(place, "merge", place.merge_tasks),
-        "output": _spread(place, "o", place.o_tasks),
-        "router": _spread(place, "router", place.router_tasks),
-        "shared up / gate": _spread(place, "shared", place.shared_tasks),
-        "routed up / gate": [place.ug_tasks_of(cta) for cta in range(place.blocks)],
-        "down": _spread(place, "down", place.down_tasks),
-    }
-    if place.tuning.shared_after_routing:
-        order = [name for name in rows if name != "shared up / gate"]
-        order.insert(order.index("down"), "shared up / gate")
+    rows = {each.name: each.per_cta(place) for stage in POST_ATTN for each in stage.tasks}
+    if not place.tuning.shared_after_routing:
+        order = [name for name in rows if name != SHARED]
+        order.insert(order.index(ROUTED), SHARED)
         rows = {name: rows[name] for name in order}
     rows = {name: row for name, row in rows.items() if any(row)}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(index="stage", columns="CTA")
-
-
-def _spread(place: Plan, stage: str, count: int) -> list[int]:
-    out = [0] * place.blocks
-    for task in range(count):
-        out[(place.bases[stage] + task) % place.blocks] += 1
-    return out
 
 
 def occupancy(table: pd.DataFrame) -> Figure:

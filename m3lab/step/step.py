@@ -21,6 +21,7 @@ from torch import Tensor
 from m3lab.compile.trace import BuildResult, build_cached, spec_key
 from m3lab.kernels.arguments import ARG_NAMES
 from m3lab.kernels.plan import TL_POINTS
+from m3lab.kernels.stages import until_names
 from m3lab.kernels.tuning import Tuning
 from m3lab.layout.buffers import MAX_LAYER, Allocation, PeerBuffers, Scratch, StepCounter
 from m3lab.layout.kv_cache import PagedCaches
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from m3lab.verify.verdicts import Verdict
 
 BACKENDS = ("auto", "interpreter", "hip")
-BUILT_STAGES = ("o_proj", "router")  # None: the whole kernel
+BUILT_STAGES = until_names()  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
 BLOCKS = 256  # CTAs of a launch, the builder's default

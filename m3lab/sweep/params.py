@@ -14,11 +14,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from m3lab.kernels.stages import until_names
 from m3lab.model.shapes import MAX_TOKENS, TP_WIDTHS, ModelShape
 from m3lab.sweep.cases import Case, changed_knobs
 
 BACKENDS = ("auto", "interpreter", "hip")
-STAGES = ("o_proj", "router")  # the stages a truncated build may end with
+STAGES = until_names()  # the stages a truncated build may end with
 MAX_CONTEXT = 1 << 20
 REPORT = "20_report"
 SWEEP_NOTEBOOKS = {  # executed when a file's cases differ in this
