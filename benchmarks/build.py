@@ -2,7 +2,7 @@
 
 Run: python benchmarks/build.py [TOKENS ...]   (default 1 2 4). Every build goes to a cache of its
 own that is deleted afterwards. Prints a table, a row per token count, and the instruction count.
-The kernel stops after the stage "output": later stages are not built yet.
+The kernel stops after the stage "o_proj": later stages are not built yet.
 """
 
 import argparse

@@ -319,10 +319,10 @@ def test_the_critical_path_is_the_chain_of_hand_offs():
 
 def test_a_free_stage_costs_nothing_but_its_waits():
     plain = launch("relay", ctas=2, steps=300)[0].modelled().step_modelled_us
-    free = launch("relay", ctas=2, steps=300, clock=Clock(PART, free={"timed"}))[0]
+    free = launch("relay", ctas=2, steps=300, clock=Clock(PART, free={"relay"}))[0]
     work = 600 * 4 * PART.instructions_per_op / 2.4 * NS
     assert free.modelled().step_modelled_us < plain - work
-    everything = Clock(PART, free={"timed", "faults", "isa"})
+    everything = Clock(PART, free={"relay", "kernel"})
     assert launch("relay", ctas=2, steps=300, clock=everything)[0].modelled().step_modelled_us == (
         PART.launch_ns * NS
     )

@@ -10,8 +10,9 @@ W4 = RankShape(tp=4)
 
 def test_the_floor_of_one_token_is_the_published_52_megabytes():
     floors = step_floors(W4, [2048], npes=4, distinct_experts=4)
-    assert floors["experts"].weights == pytest.approx(37.6e6, rel=1e-3)
-    assert floors["output"].weights == pytest.approx(12.6e6, rel=2e-3)
+    experts = floors["up_gate"].weights + floors["down"].weights
+    assert experts == pytest.approx(37.6e6, rel=1e-3)
+    assert floors["o_proj"].weights == pytest.approx(12.6e6, rel=2e-3)
     assert floors["router"].weights == pytest.approx(1.6e6, rel=2e-2)
     assert floors["split"].cache == pytest.approx(0.54e6, rel=1e-2)  # with its per-token scales
     streamed = sum(f.weights + f.cache for f in floors.values())

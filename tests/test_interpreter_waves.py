@@ -407,7 +407,7 @@ def test_a_matrix_instruction_needs_all_its_lanes() -> None:
         a = fx.Int64(words[0])
         c = fx.Vector.filled(4, 0.0, fx.Float32)
         d = matrix_in_a_branch(a, a, c, fx.thread_idx.x % 64)
-        return [gfx950.float_bits(d[i]) for i in range(4)]
+        return [gfx950.bitcast_i32(d[i]) for i in range(4)]
 
     with pytest.raises(PartialMask, match="mfma"):
         run_lanes("half_matrix", body, random_rows(64, 1, 8), 4)

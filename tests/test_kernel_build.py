@@ -133,7 +133,7 @@ def test_weights_of_a_task_are_requested_before_its_products():
     assert re.search(r"(L ){18}(M ){6}B (M ){12}B", text)
 
 
-@pytest.mark.parametrize("until", ["output", None])
+@pytest.mark.parametrize("until", ["o_proj", None])
 def test_no_buffer_needs_a_waterfall_loop(until):
     """A descriptor the compiler cannot prove uniform is read lane by lane in a loop."""
     asm = assembly(until=until)

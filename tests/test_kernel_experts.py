@@ -14,13 +14,13 @@ from expert_steps import (
     three_tokens,
 )
 
-from m3lab import step as driver
 from m3lab.clock.clock import Clock
 from m3lab.model.formats import dequantize_mxfp8, quantize_mxfp8
 from m3lab.model.weights import SHARED_TABLES
 from m3lab.reference import kernel as ref
 from m3lab.reference.compare import rel_l2
 from m3lab.reference.numerics import mx_values
+from m3lab.step import step as driver
 
 LIVE = [one_token, three_tokens, four_tokens, other_constants]
 STAGE_BOUND = 2e-3
@@ -159,7 +159,7 @@ def test_an_mxfp8_shared_expert_gives_the_same_layer(monkeypatch, tp, tokens, in
     [
         {"cta_groups": 4, "seed": 1},
         {"cta_groups": 3, "seed": 2, "delay": {"router": 40}},
-        {"cta_groups": 2, "seed": 3, "delay": {"experts": 25}},
+        {"cta_groups": 2, "seed": 3, "delay": {"up_gate": 25}},
     ],
 )
 def test_bits_do_not_depend_on_the_schedule(schedule):

@@ -98,7 +98,7 @@ def test_a_case_that_grid_and_list_both_name_runs_once():
         ({"grid": {}, "colour": 3}, ["colour", "unknown key", "3", "backend"]),
         ({"cases": [{"ranks": 4}]}, ["cases.0.ranks", "unknown key", "solo"]),
         ({"grid": {}, "backend": "cuda"}, ["backend", "auto, interpreter, hip", "'cuda'"]),
-        ({"grid": {}, "until": "mlp"}, ["until", "output, router", "'mlp'"]),
+        ({"grid": {}, "until": "mlp"}, ["until", "o_proj, router", "'mlp'"]),
         ({"grid": {}, "seed": -1}, ["seed", "0..", "-1"]),
         ({"grid": {}, "model": {"hiden": 1}}, ["model.hiden", "unknown key", "hidden"]),
         ({"grid": {}, "model": {"hidden": 5000}}, ["model", "2048", "5000"]),

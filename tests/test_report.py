@@ -105,7 +105,7 @@ def test_one_tokens_floor_is_the_specs_52_3_megabytes(sample):
 def test_the_bytes_of_the_stages_are_all_bytes_but_the_openings(sample):
     moved = tables.moved_bytes(sample.cases).groupby("case")["moved"].sum()
     stages = tables.stage_bytes(sample.cases).groupby("case")["moved"].sum()
-    opening = tables.stage_work(sample.cases).set_index("stage").loc[tables.OPENING]
+    opening = tables.stage_work(sample.cases).set_index("stage").loc["kernel"]
     opening = opening.set_index("case")["bytes"]
     assert (stages + opening).sub(moved).abs().max() < 1
 

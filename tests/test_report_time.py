@@ -18,8 +18,8 @@ from m3lab.sweep.results import HOUSE, Run, read_rows, write_rows
 SAMPLE = Path(__file__).parent.parent / "results" / "sample"
 NEW = ("tuning", "timeline", "clock", "modelled_us", "modelled", "stamps", "waits")
 HOPS = [
-    Hop("output.py:9", "output", (0, 3), (1, 7), 5.0, 9.0, 10.0),
-    Hop("down.py:7", "experts", (1, 7), (1, 0), 11.0, 20.0, 21.0),
+    Hop("o_proj.py:9", "o_proj", (0, 3), (1, 7), 5.0, 9.0, 10.0),
+    Hop("down.py:7", "down", (1, 7), (1, 0), 11.0, 20.0, 21.0),
 ]
 
 

@@ -26,8 +26,8 @@ def stamps(offset=0):
 
 HOPS = [
     Hop(
-        "mailbox.py:9 < k/output.py:5 < k/output.py:2 < post_attn.py:3",
-        "output",
+        "mailbox.py:9 < k/o_proj.py:5 < k/o_proj.py:2 < post_attn.py:3",
+        "o_proj",
         (0, 0),
         (1, 1),
         2.0,
@@ -88,8 +88,8 @@ def test_where_time_goes_counts_ctas_with_time_in_a_stage():
     table = timeline.where_time_goes(timeline.frame(stamps(), "modelled"))
     assert table.loc["split", "CTAs"] == 1  # the other CTA walks past in 10 ns
     assert table.loc["down", "longest CTA, modelled us"] == 6.95
-    assert table.loc["output", "longest CTA, modelled us"] == 6.99
-    assert table.loc["output", "CTAs"] == 1  # 50 ns are walked past as well
+    assert table.loc["o_proj", "longest CTA, modelled us"] == 6.99
+    assert table.loc["o_proj", "CTAs"] == 1  # 50 ns are walked past as well
 
 
 def waits(*rows):
@@ -108,8 +108,8 @@ def test_waiting_is_cut_at_the_stamps_and_the_rest_of_a_stage_is_work():
     spans = timeline.intervals(timeline.frame(stamps(), "modelled"), WAITS)
     found = spans.groupby(["cta", "stage"])["waiting_modelled_us"].sum().round(3).to_dict()
     assert found == {
-        (0, "select"): 0.5, (0, "split"): 0.5, (0, "output"): 0.0, (0, "down"): 1.5,
-        (1, "split"): 0.01, (1, "output"): 0.99,
+        (0, "select"): 0.5, (0, "split"): 0.5, (0, "o_proj"): 0.0, (0, "down"): 1.5,
+        (1, "split"): 0.01, (1, "o_proj"): 0.99,
     }  # fmt: skip
     table = timeline.where_time_goes(timeline.frame(stamps(), "modelled"), WAITS)
     assert table.loc["down", "waiting, median CTA, modelled us"] == 1.5
@@ -126,9 +126,9 @@ def test_waits_of_a_modelled_clock_say_nothing_about_measured_stamps():
 
 def test_every_point_of_the_kernel_has_a_stage_and_a_colour():
     pytest.importorskip("flydsl")
-    from m3lab.kernels.plan import TL_POINTS
+    from m3lab.kernels.stages import Point
 
-    assert set(timeline.POINTS) == set(range(TL_POINTS)) - {16}  # 16 is unused
+    assert set(timeline.POINTS) == {int(point) for point in Point}
     assert set(timeline.STAGES) == set(timeline.COLOURS)
     assert len(set(timeline.COLOURS.values())) == len(timeline.STAGES)
 
@@ -266,7 +266,7 @@ def test_a_gantt_that_knows_the_waits_says_what_the_last_cta_waited(tmp_path):
     assert "critical path,\nanother rank" in legend  # both hops touch rank 1
     without = timeline.gantt(timeline.frame(stamps(), "modelled"))
     words = [text.get_text() for text in without.axes[0].get_legend().get_texts()]
-    assert words == ["launch", "select", "split", "output", "down"]
+    assert words == ["launch", "select", "split", "o_proj", "down"]
 
 
 def test_a_gantt_says_modelled_or_measured_in_title_axis_and_legend():
@@ -282,12 +282,12 @@ def test_a_gantt_says_modelled_or_measured_in_title_axis_and_legend():
 def test_the_critical_path_is_a_row_a_hand_off():
     table = timeline.critical_path(HOPS)
     assert table["from"].tolist() == ["rank 0 CTA 0", "rank 1 CTA 1"]
-    assert table["polled at"].tolist() == ["output.py:5", "down.py:4 < post_attn.py:7"]
+    assert table["polled at"].tolist() == ["o_proj.py:5", "down.py:4 < post_attn.py:7"]
     assert all("modelled" in c for c in table.columns if "us" in c.split())
 
 
 def test_what_if_gains_are_against_the_whole_step_largest_first():
-    cost = {"output": 3.0, "experts": 9.0}
+    cost = {"o_proj": 3.0, "down": 9.0}
 
     def run(clock, checks):
         assert not checks.races  # the checks cost more than the run
@@ -296,10 +296,10 @@ def test_what_if_gains_are_against_the_whole_step_largest_first():
         return SimpleNamespace(report=SimpleNamespace(counters=SimpleNamespace(by_stage=cost.copy)))
 
     table = timeline.what_if(SimpleNamespace(run=run))
-    assert table["free stage"].tolist() == ["experts", "output"]
+    assert table["free stage"].tolist() == ["down", "o_proj"]
     assert table["gain, modelled us"].tolist() == [9.0, 3.0]
     fig = timeline.what_if_chart(table)
-    title = "With the experts stage free the modelled step would gain at most 9.0 of 12.0 us"
+    title = "With the down stage free the modelled step would gain at most 9.0 of 12.0 us"
     assert fig.get_suptitle() == title
     axis = fig.axes[0]
     ends = [bar.get_x() + bar.get_width() for bar in axis.patches]
@@ -311,10 +311,10 @@ def test_the_tasks_of_a_step_lie_where_the_stages_bases_put_them():
     table = timeline.tasks(Plan(RankShape(tp=4), 1, 4))
     where = {stage: set(row[row > 0].index) for stage, row in table.iterrows()}
     assert where["split"] == set(range(8))
-    assert where["output"] == where["down"] == set(range(8, 200))
+    assert where["o_proj"] == where["down"] == set(range(8, 200))
     assert where["router"] == set(range(200, 216))
-    assert where["routed up / gate"] == set(range(192))
-    assert len(where["shared up / gate"]) == 96
+    assert where["routed up_gate"] == set(range(192))
+    assert len(where["shared up_gate"]) == 96
     assert "merge" not in where
     assert table.to_numpy().max() == 1
 
@@ -322,10 +322,10 @@ def test_the_tasks_of_a_step_lie_where_the_stages_bases_put_them():
 def test_four_tokens_shared_tasks_come_after_the_routing_and_every_task_is_somewhere():
     place = Plan(RankShape(tp=4), 4, 1)
     table = timeline.tasks(place)
-    assert list(table.index)[-3:] == ["routed up / gate", "shared up / gate", "down"]
+    assert list(table.index)[-3:] == ["routed up_gate", "shared up_gate", "down"]
     assert table.sum(axis=1).to_dict() == {
-        "split": 32, "merge": 4, "output": 192, "router": 64,
-        "routed up / gate": 768, "shared up / gate": 96, "down": 192,
+        "split": 32, "merge": 4, "o_proj": 192, "router": 64,
+        "routed up_gate": 768, "shared up_gate": 96, "down": 192,
     }  # fmt: skip
     title = timeline.occupancy(table).get_suptitle()
     assert "the merge stage is on the fewest CTAs, 4 of 256" in title

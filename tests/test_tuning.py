@@ -102,7 +102,7 @@ def test_without_padding_the_sixteen_rows_of_an_operand_share_a_bank():
 
 
 def test_thresholds_are_where_the_tuning_says():
-    wide = [s for s in range(1, 17) if Plan(SMALL, s, tuning=Tuning(grouped_from=3)).wide]
+    wide = [s for s in range(1, 17) if Plan(SMALL, s, tuning=Tuning(grouped_from=3)).grouped]
     assert wide == list(range(3, 17))
     owner = Tuning(two_shot_from=9)
     assert next(s for s in range(1, 17) if Plan(SMALL, s, tuning=owner).two_shot) == 9
@@ -148,8 +148,8 @@ def test_a_turned_knob_is_another_kernel_under_another_name(name, value, tokens)
     ("change", "tokens"), [({"two_shot_from": 9}, 9), ({"grouped_from": 4}, 4)]
 )
 def test_a_threshold_moves_the_form_of_the_output_projection(change, tokens):
-    turned = assembly(tokens, "output", Tuning(**change))
-    assert without_symbol(turned) != without_symbol(assembly(tokens, "output"))
+    turned = assembly(tokens, "o_proj", Tuning(**change))
+    assert without_symbol(turned) != without_symbol(assembly(tokens, "o_proj"))
 
 
 def test_the_wide_experts_are_refused_wherever_they_begin():
@@ -213,8 +213,8 @@ def test_all_knobs_turned_at_once_change_no_bit(tokens, npes):
 def test_an_earlier_owner_reduce_changes_no_bit():
     from m3lab.verify.verdicts import unequal_bits
 
-    step, result = run(5, 4, "output", two_shot_from=5)
-    _, expected = default(5, 4, "output")
+    step, result = run(5, 4, "o_proj", two_shot_from=5)
+    _, expected = default(5, 4, "o_proj")
     for rank, want in enumerate(expected.ranks):
         gathered, current = step.peers.view(
             rank, "a_ag", step=result.step, layer=step.layer, tokens=5
@@ -252,7 +252,7 @@ def test_router_tasks_one_token_after_another_are_on_sixteen_ctas():
 
 def test_merged_in_the_output_tasks_every_one_of_them_waits_for_the_partitions():
     place = Plan(SMALL, 2, npes=1)
-    partitions_in = stamped(2, "output", merge_in_output=True)[3]
+    partitions_in = stamped(2, "o_proj", merge_in_output=True)[3]
     assert partitions_in == {16 + i for i in range(place.o_tasks)}
 
 

@@ -47,7 +47,7 @@ POINTS: dict[int, tuple[str, str]] = {int(p): v for p, v in stage_of_point().ite
 POINTS = {int(Point.BEGIN): ("start", "kernel begins")} | POINTS
 END, UNSTAMPED = 32, "unstamped"  # a CTA's end, which the kernel does not stamp
 STAGES = tuple(dict.fromkeys([s for s, _ in POINTS.values() if s != "start"] + [UNSTAMPED]))
-COLOURS = dict(zip(STAGES, (*plots.PALETTE, plots.INK, "#8C6D46"), strict=False))
+COLOURS = dict(zip(STAGES, (*plots.PALETTE, plots.INK), strict=True))
 ROUTED, SHARED = (tasks.name for tasks in UP_GATE.tasks)
 FLUSH_US = 1.0  # after its last stamp a CTA still writes its stamps to memory
 WALK_US = 0.2  # a stage that a CTA only walks past takes less

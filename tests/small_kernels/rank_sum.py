@@ -26,7 +26,8 @@ def rank_sum(mine: Int64, out: Int64, inbox: Int64, peers: Int64, rank: Int32, s
     fx.SharedAllocator().allocate(SharedMemory)
     tid = fx.thread_idx.x
     ctx = SimpleNamespace(
-        build=SimpleNamespace(npes=RANKS, shape=SHAPE, peer_regions=peer_layout(SHAPE, RANKS)),
+        shape=SHAPE,
+        spec=SimpleNamespace(npes=RANKS, peer_regions=peer_layout(SHAPE, RANKS)),
         args=SimpleNamespace(peers=peers, rank=rank),
         inbox=gfx950.buffer(inbox),
         tag=launch_tag(step, 3),

@@ -10,6 +10,7 @@ from small_kernels.faults import LDS_WORDS, everyone, put, wait_for, word_of
 
 from m3lab.kernels.device import gfx950
 from m3lab.kernels.device.gfx950 import const_expr, traced
+from m3lab.kernels.marks import in_stage
 
 STAMPS = 0  # byte offset in b
 WORDS = 1024  # first word that the bodies use otherwise
@@ -20,8 +21,13 @@ __all__ = ["BODIES", "LDS_WORDS", "STEPS", "WORDS"]
 
 
 def body(make):
-    BODIES[make.__name__] = make
-    return make
+    """A body's operations are marked as those of a stage of its name."""
+
+    def marked(*args, **options):
+        return in_stage(make.__name__)(make(*args, **options))
+
+    BODIES[make.__name__] = marked
+    return marked
 
 
 def work(x, steps):
