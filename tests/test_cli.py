@@ -62,7 +62,7 @@ def test_a_report_of_a_run_that_is_not_there_is_one_sentence(capsys, tmp_path):
         (["--tokens", "17"], "tokens must be in 1..16, got 17"),
         (["--tp", "3"], "TP width must be one of (1, 2, 4, 8), got 3"),
         (["--page-stride", "12"], "page stride must be 8 or 16, got 12"),
-        (["--until", "mlp"], "until must be one of o_proj, router, got 'mlp'"),
+        (["--until", "mlp"], "until must be one of o_proj, router or None, got 'mlp'"),
         (["--emit", "ptx"], "--emit must be asm or object, got 'ptx'"),
         (["--compare", "absent.s"], "absent.s: cannot read it as assembly text"),
     ],

@@ -128,8 +128,8 @@ def test_one_case_stands_for_each_token_count_of_a_run_of_several_widths(sample)
 def test_lds_conflicts_are_cycles_over_the_cycles_without_any(sample):
     case = sample.cases[sample.cases["name"] == "s2_c8192_tp4"].iloc[0]
     counters = json.loads(case["counters"])
-    ratio = counters["lds_cycles"]["experts"] / counters["lds_ideal"]["experts"]
-    assert tables.lds_conflicts(sample.cases).loc["experts", "2 tokens"] == round(ratio, 2)
+    ratio = counters["lds_cycles"]["down"] / counters["lds_ideal"]["down"]
+    assert tables.lds_conflicts(sample.cases).loc["down", "2 tokens"] == round(ratio, 2)
 
 
 def test_the_peers_figures_stand_beside_the_builds_of_its_form(sample):

@@ -125,7 +125,7 @@ def build_post_attn_kernel(
         sks=cache.static_scale,
         sf8=shared_fp8,
         b=blocks,
-        u=len(until_names()) if until is None else until_names().index(until),
+        u=(*until_names(), None).index(until),
         **({"tu": tuning.number} if tuning.changes() else {}),
     )
 

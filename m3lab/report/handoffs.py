@@ -33,7 +33,7 @@ _TICKS_PER_US, _CTA_BITS, _WAVE_BITS = 16_000, 16, 4
 
 def place(line: str, stage: str) -> str:
     """Where a stage polls, short: its innermost line past the hand-off helpers, and where that is
-    another file's, the innermost one of the stage's own (``attention.py:322 < output.py:100``).
+    another file's, the innermost one of the stage's own (``merge.py:122 < o_proj.py:100``).
 
     ``line``: a call chain ``file:line < file:line``, innermost first; ``stage``: a kernel file.
     """

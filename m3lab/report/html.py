@@ -7,14 +7,17 @@ notebooks show is theirs and ``m3lab.report.tables`` / ``m3lab.report.plots``'.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import html
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -34,6 +37,7 @@ REPORT = "20_report"
 COMPARE = "21_compare"
 SAME_BUILDS = ("model", "until")  # parameters that make builds of one label the same build
 FAULTS = "docs/model.md#what-it-gets-wrong-and-why"  # of the modelled clock
+_PLAIN_IN_URIS = " /:;=,()?-+.!*@$[]{}|^`"  # beside letters and digits
 GOOD, PARTIAL, BAD = "#00735C", "#8A5A00", "#B3261E"
 
 
@@ -113,7 +117,17 @@ def to_html(notebook: Any, title: str) -> str:
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     exporter.exclude_anchor_links = True
     body, _ = exporter.from_notebook_node(notebook)
-    return _PAGE.replace("{title}", html.escape(title)).replace("{body}", body)
+    return _PAGE.replace("{title}", html.escape(title)).replace("{body}", _as_text(body))
+
+
+def _as_text(body: str) -> str:
+    """The page with its SVG pictures as escaped text: a fifth smaller than nbconvert's base64."""
+
+    def escaped(picture: re.Match[str]) -> str:
+        svg = re.sub(r"\s+", " ", base64.b64decode(picture[1]).decode())
+        return f"data:image/svg+xml,{quote(svg, safe=_PLAIN_IN_URIS)}"
+
+    return re.sub(r"data:image/svg\+xml;base64,([\w+/=]+)", escaped, body)
 
 
 def banner(run: Run) -> Any:

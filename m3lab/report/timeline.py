@@ -43,8 +43,10 @@ Kind = Literal["modelled", "measured"]
 TICKS_PER_US = 100
 
 # point -> (stage that ends or is under way there, meaning)
-POINTS: dict[int, tuple[str, str]] = {int(p): v for p, v in stage_of_point().items()}
-POINTS = {int(Point.BEGIN): ("start", "kernel begins")} | POINTS
+POINTS: dict[int, tuple[str, str]] = {
+    Point.BEGIN: ("start", "kernel begins"),
+    **{int(point): words for point, words in stage_of_point().items()},
+}
 END, UNSTAMPED = 32, "unstamped"  # a CTA's end, which the kernel does not stamp
 STAGES = tuple(dict.fromkeys([s for s, _ in POINTS.values() if s != "start"] + [UNSTAMPED]))
 COLOURS = dict(zip(STAGES, (*plots.PALETTE, plots.INK), strict=True))

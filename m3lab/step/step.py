@@ -21,7 +21,7 @@ from torch import Tensor
 from m3lab.compile.trace import BuildResult, build_cached, spec_key
 from m3lab.kernels.arguments import ARG_NAMES
 from m3lab.kernels.plan import TL_POINTS
-from m3lab.kernels.stages import until_names
+from m3lab.kernels.stages import stages_until
 from m3lab.kernels.tuning import Tuning
 from m3lab.layout.buffers import MAX_LAYER, Allocation, PeerBuffers, Scratch, StepCounter
 from m3lab.layout.kv_cache import PagedCaches
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from m3lab.verify.verdicts import Verdict
 
 BACKENDS = ("auto", "interpreter", "hip")
-BUILT_STAGES = until_names()  # None: the whole kernel
 SPARE_BLOCKS = 8  # never-written cache blocks that stand for every block nobody selects
 NAN_BF16 = torch.tensor(float("nan"), dtype=torch.bfloat16)
 BLOCKS = 256  # CTAs of a launch, the builder's default
@@ -222,8 +221,7 @@ class DecodeStep:
                 f"a rank needs an index head per kv head, got {self.shape.index_heads} "
                 f"and {self.shape.kv_heads}"
             )
-        if self.until not in (None, *BUILT_STAGES):
-            raise ValueError(f"until must be one of {', '.join(BUILT_STAGES)}, got {self.until!r}")
+        stages_until(self.until)  # refuses what is no stage to stop after
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if backend == "hip":
