@@ -231,6 +231,37 @@ def test_links_between_documents_lead_somewhere():
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def test_a_file_that_a_document_names_is_there():
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for named in re.findall(r"`(m3lab/[\w/.]+)`", path.read_text()):
+            assert (ROOT / named).exists(), f"{path.name}: {named}"
+
+
+def import_statements(path):
+    """The import statements of a notebook's cells or of a document's Python blocks."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text())["cells"]
+        blocks = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    else:
+        blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+    for block in blocks:
+        lines = [line for line in block.split("\n") if not line.startswith("%")]
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*NOTEBOOKS, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda p: p.name,
+)
+def test_what_a_notebook_or_document_imports_is_there(path):
+    pytest.importorskip("flydsl")
+    for line in import_statements(path):
+        exec(line, {})
+
+
 def test_the_licence_is_apache_2():
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
