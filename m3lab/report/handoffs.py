@@ -35,7 +35,7 @@ def place(line: str, stage: str) -> str:
     """Where a stage polls, short: its innermost line past the hand-off helpers, and where that is
     another file's, the innermost one of the stage's own (``merge.py:122 < o_proj.py:100``).
 
-    ``line``: a call chain ``file:line < file:line``, innermost first; ``stage``: a kernel file.
+    ``line``: a call chain ``file:line < file:line``, innermost first; ``stage``: its name.
     """
     frames = [frame.rsplit("/", 1)[-1] for frame in line.split(" < ")]
     outside = [f for f in frames if f.split(":")[0] not in HELPERS] or frames[-1:]

@@ -211,7 +211,7 @@ def what_if(
 ) -> pd.DataFrame:
     """What the modelled step would gain were a stage's work free: an upper bound of tuning it.
 
-    ``stages``: kernel files (default: all that the step runs). One run of the step for each, and
+    ``stages``: their names (default: all that the step runs). One run of the step for each, and
     one more, without the interpreter's checks. A stage that is free still waits for the others.
     """
     from m3lab.clock.clock import Clock
